@@ -1,0 +1,55 @@
+"""A batch without padding: all samples of a step concatenated along one token axis.
+
+The layout is that of variable-length attention kernels (`cu_seqlens`, FlashAttention): sample `b` owns the tokens
+`cu_seqlens[b]:cu_seqlens[b + 1]`, and samples never see each other. Cameras that a sample lacks have no tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """`B` samples packed into `T` tokens. Lightning moves it between devices as it is (a dataclass of tensors).
+
+    Attributes:
+        input_ids: int64 `[T]`. Text tokens, and the placeholder ids of `SampleEncoder` where the model puts image
+            and state embeddings.
+        position_ids: int64 `[T]`, restarting at 0 for every sample.
+        cu_seqlens: int32 `[B + 1]`, starting at 0 and ending at `T`.
+        max_seqlen: Longest sample in tokens.
+        pixel_values: uint8 `[N_images, C, H, W]`: the pictures that exist, in token order.
+        state: float32 `[B, D]`: robot (and, if asked for, environment) state in the dataset's units.
+        actions: float32 `[B, H, A]`: action chunks in the dataset's units.
+        action_is_pad: bool `[B, H]`: true past the end of the episode.
+        loss_weight: float32 `[B]`: weight of each sample in the loss, usually 1.
+        dataset: int64 `[B]`: which dataset of a mixture the sample is from.
+        episode_index: int64 `[B]`.
+        frame_index: int64 `[B]`: index of the frame within its episode.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    pixel_values: Tensor
+    state: Tensor
+    actions: Tensor
+    action_is_pad: Tensor
+    loss_weight: Tensor
+    dataset: Tensor
+    episode_index: Tensor
+    frame_index: Tensor
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples `B`."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens `T`."""
+        return self.input_ids.shape[0]

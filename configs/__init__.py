@@ -1,1 +1,1 @@
-
+"""LightningCLI configurations, shipped as package data."""

@@ -68,9 +68,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
     """
     try:
         return importlib.import_module(module)
-    except (
-        Exception
-    ) as error:  # a half-installed package raises RuntimeError or OSError, not only ImportError
+    except Exception as error:  # a half-installed package raises RuntimeError or OSError, not only ImportError
         raise MissingExtraError(
             f"the package {module!r} cannot be imported",
             found=f"{type(error).__name__}: {error}",

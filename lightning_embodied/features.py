@@ -43,9 +43,7 @@ class Feature:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Feature:
         """Reads what `to_dict` wrote, or an entry of `info.json`."""
-        return cls(
-            dtype=str(value["dtype"]), shape=tuple(int(n) for n in value["shape"]), names=value.get("names")
-        )
+        return cls(dtype=str(value["dtype"]), shape=tuple(int(n) for n in value["shape"]), names=value.get("names"))
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-
+"""Exact attention over variable-length samples without padding."""

@@ -1,1 +1,1 @@
-
+"""Demonstrations recorded from scripted experts."""

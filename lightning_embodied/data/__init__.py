@@ -1,1 +1,1 @@
-
+"""Robot demonstrations as samples: LeRobot datasets, statistics, sample order, DataModules."""

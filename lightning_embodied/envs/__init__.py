@@ -1,1 +1,1 @@
-
+"""Gymnasium environments for robots, with scripted experts."""

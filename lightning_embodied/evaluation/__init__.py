@@ -1,1 +1,1 @@
-
+"""Closed-loop evaluation: success rates with intervals, and the report."""

@@ -6,14 +6,18 @@ The layout is that of variable-length attention kernels (`cu_seqlens`, FlashAtte
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """`B` samples packed into `T` tokens. Lightning moves it between devices as it is (a dataclass of tensors).
+    """`B` samples packed into `T` tokens. Lightning moves it between devices through `to`.
 
     Attributes:
         input_ids: int64 `[T]`. Text tokens, and the placeholder ids of `SampleEncoder` where the model puts image
@@ -53,3 +57,19 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """Number of tokens `T`."""
         return self.input_ids.shape[0]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+        """The batch on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedBatch:
+        """The batch in page-locked memory, as `DataLoader(pin_memory=True)` asks for."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
+        moved: dict[str, Any] = {
+            field.name: function(value)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)

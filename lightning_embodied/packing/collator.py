@@ -1,0 +1,59 @@
+"""Packs samples into one batch without padding: the `collate_fn` of any DataLoader.
+
+The layout is the one FlashAttention's variable-length kernels take (concatenated tokens and their cumulative
+lengths), so a batch computes exactly the tokens its samples have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_embodied.errors import ConfigError, DatasetError
+from lightning_embodied.packing.batch import PackedBatch
+from lightning_embodied.packing.encoder import Sample, SampleEncoder
+from lightning_embodied.packing.pack import EncodedSample, pack_samples
+
+
+class VarlenPackingCollator:
+    """Encodes the samples of a batch and concatenates them.
+
+    Args:
+        encoder: How one sample becomes tokens.
+        token_budget: Most tokens a batch may have, so that the memory of a step is known; a batch over it is an
+            error. `PackedBatchSampler` plans batches that fill the budget. Default: no limit.
+
+    Raises:
+        ConfigError: The budget is not positive.
+    """
+
+    def __init__(self, encoder: SampleEncoder, token_budget: int | None = None) -> None:
+        if token_budget is not None and token_budget < 1:
+            raise ConfigError("the token budget is not positive", where="VarlenPackingCollator", found=token_budget)
+        self.encoder = encoder
+        self.token_budget = token_budget
+
+    def __call__(self, samples: Sequence[Sample]) -> PackedBatch:
+        """Packs `B` samples in their order.
+
+        Raises:
+            DatasetError: A sample cannot be encoded, has other shapes than the first one, or is over the token
+                budget; names the sample.
+        """
+        encoded = [self.encoder.encode(sample) for sample in samples]
+        if self.token_budget is not None:
+            self._check_budget(encoded, self.token_budget)
+        return pack_samples(encoded)
+
+    def _check_budget(self, encoded: Sequence[EncodedSample], budget: int) -> None:
+        total = sum(sample.input_ids.shape[0] for sample in encoded)
+        if total <= budget:
+            return
+        longest = max(encoded, key=lambda sample: sample.input_ids.shape[0])
+        alone = longest.input_ids.shape[0] > budget
+        raise DatasetError(
+            "a sample is over the token budget" if alone else "a batch is over the token budget",
+            where=str(longest) if alone else f"{len(encoded)} samples, {encoded[0]} first",
+            found=f"{longest.input_ids.shape[0] if alone else total} tokens",
+            expected=f"at most {budget} (token_budget)",
+            mend="raise token_budget" if alone else "plan the batches with PackedBatchSampler, or raise token_budget",
+        )

@@ -134,7 +134,7 @@ def give_verdict(result: EvaluationResult | None) -> Verdict:
         tone, words = "fair", "does the job some of the time"
     details = [
         f"It succeeded in {rate.successes} of {rate.episodes} episodes; "
-        f"the true rate lies between {low:.0%} and {high:.0%} (95 % Wilson interval)."
+        f"the true rate lies between {low:.0%} and {high:.0%} (Wilson's 95\u00a0% interval)."
     ]
     per_task = sorted(
         (result.success_rate(name, task).rate, task) for task in result.tasks if result.select(name, task)

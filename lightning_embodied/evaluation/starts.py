@@ -55,7 +55,7 @@ class Start:
                 because graphics drivers do not agree on pixels.
         """
         vectors = {key: np.asarray(observation[key], np.float32) for key in STATE_KEYS if key in observation}
-        digest = hashlib.sha256(f"{task}\0{instruction}".encode())
+        digest = hashlib.sha256(task.encode())
         for key in sorted(vectors if vectors else observation):
             array = np.ascontiguousarray(observation[key])
             digest.update(f"\0{key}\0{array.dtype.str}{array.shape}".encode())

@@ -1,0 +1,133 @@
+"""What runs in a slot: an environment per task, stepped by action chunks or by its scripted expert.
+
+To the vector environment a worker never ends; whether its episode is over is in `info`, and a slot whose episode is
+over idles until it is given the next. So slots with nothing left to do cost nothing and need no special case.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_embodied.errors import ConfigError
+
+_KEPT_ENVIRONMENTS = 4
+
+
+def make_environment(env_id: str, task: str, env_kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    """Makes one environment.
+
+    Raises:
+        ConfigError: The environment is not registered, or refuses its options.
+    """
+    import lightning_embodied.envs  # noqa: F401  registers our environments
+
+    try:
+        return gymnasium.make(env_id, task=task, **env_kwargs)
+    except gymnasium.error.Error as error:
+        raise ConfigError("there is no such environment", where="env_id", found=env_id, expected=error) from error
+    except TypeError as error:
+        raise ConfigError("the environment refuses its options", where=env_id, found=error) from error
+
+
+class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
+    """One slot.
+
+    Args:
+        slot: Which slot of the vector environment.
+        env_id: Gymnasium id.
+        tasks: Task names; the first one's spaces are those of all.
+        env_kwargs: Options of the environment besides `task`.
+        execute_steps: Actions in a chunk.
+        horizon: Steps after which an episode has failed; None for the environment's own limit.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        *,
+        env_id: str,
+        tasks: Sequence[str],
+        env_kwargs: dict[str, Any],
+        execute_steps: int,
+        horizon: int | None,
+    ) -> None:
+        if multiprocessing.parent_process() is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+        self._slot, self._env_id, self._env_kwargs, self._horizon = slot, env_id, env_kwargs, horizon
+        self._environments: OrderedDict[str, gymnasium.Env[Any, Any]] = OrderedDict()
+        self._env = self._environment(tasks[0])
+        self.observation_space = self._env.observation_space
+        space = self._env.action_space
+        if not isinstance(space, gymnasium.spaces.Box):
+            raise ConfigError("only continuous actions are supported", where=env_id, found=space)
+        low, high = (np.broadcast_to(bound, (execute_steps, *space.shape)) for bound in (space.low, space.high))
+        self.action_space = gymnasium.spaces.Box(low, high, dtype=np.float32)
+        self._bounds = (space.low, space.high)
+        self.features = getattr(self._env.unwrapped, "features", None)
+        self.fps = getattr(self._env.unwrapped, "fps", None)
+        self._plan: Any = None
+        self._expert: Any = None
+        self._observation: dict[str, Any] = {}
+        self._done, self._success, self._steps = True, False, 0
+        self._frames: list[NDArray[np.uint8]] = []
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Starts the episode that `options["plans"][slot]` describes."""
+        self._plan = (options or {})["plans"][self._slot]
+        self._env = self._environment(self._plan.task)
+        self._observation, _ = self._env.reset(seed=self._plan.seed)
+        unwrapped: Any = self._env.unwrapped
+        self._expert = unwrapped.expert() if self._plan.expert else None
+        self._done, self._success, self._steps, self._frames = False, False, 0, []
+        self._record()
+        instruction = unwrapped.other_instruction if self._plan.swapped else unwrapped.instruction
+        return self._observation, {"instruction": instruction}
+
+    def step(self, action: NDArray[Any]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Executes a chunk `[K, A]` (which the expert ignores) until the episode ends."""
+        if not self._done:
+            for row in action:
+                chosen = np.clip(row, *self._bounds) if self._expert is None else self._expert.act()
+                self._observation, _, terminated, truncated, info = self._env.step(chosen)
+                self._steps += 1
+                self._success |= bool(info.get("success", False))
+                late = self._horizon is not None and self._steps >= self._horizon
+                self._done = bool(self._success or terminated or truncated or late)
+                if self._done:
+                    break
+            self._record()
+        info = {"done": self._done, "success": self._success, "steps": self._steps}
+        return self._observation, 0.0, False, False, info
+
+    def recorded_frames(self) -> list[NDArray[np.uint8]]:
+        """Camera pictures `[H, W, 3]` at the chunk boundaries of the episode, if its plan asked for them."""
+        return self._frames
+
+    def close(self) -> None:
+        """Closes all environments."""
+        while self._environments:
+            self._environments.popitem()[1].close()
+
+    def _environment(self, task: str) -> gymnasium.Env[Any, Any]:
+        if task not in self._environments:
+            self._environments[task] = make_environment(self._env_id, task, self._env_kwargs)
+        self._environments.move_to_end(task)
+        if len(self._environments) > _KEPT_ENVIRONMENTS:
+            self._environments.popitem(last=False)[1].close()
+        return self._environments[task]
+
+    def _record(self) -> None:
+        if self._plan.record:
+            camera = next((key for key in sorted(self._observation) if key.startswith("observation.images.")), None)
+            if camera is not None:
+                self._frames.append(np.array(self._observation[camera]))

@@ -145,7 +145,7 @@ def evaluate(
         slots.close(terminate=interrupted)
     result = EvaluationResult(
         episodes=sort_episodes(rollouts.episodes, list(config.policies), list(config.tasks)),
-        settings={**asdict(config), "execute_steps": slots.execute_steps},
+        settings=_plain({**asdict(config), "execute_steps": slots.execute_steps}),
         planned_episodes=len(config.policies) * len(config.tasks) * config.episodes_per_task,
         complete=not interrupted,
         effort=rollouts.effort,
@@ -251,7 +251,8 @@ def _actor(name: PolicyName, acting: ChunkPolicy, config: EvaluationConfig) -> C
 
     if not isinstance(acting, PolicyModule):
         raise ConfigError("only a PolicyModule has an untrained twin", where="policies", found=type(acting).__name__)
-    return untrained_twin(acting, config.seed)
+    twin: ChunkPolicy = untrained_twin(acting, config.seed)
+    return twin
 
 
 def _check_starts(starts: Sequence[Start], config: EvaluationConfig) -> dict[str, Any] | None:
@@ -272,6 +273,10 @@ def _check_repeatable(episodes: Sequence[EpisodeResult], starts: Sequence[Start]
                 where=f"{episode.task}, seed {episode.seed}, {episode.policy}",
                 mend="make reset(seed=n) a pure function of the task and n",
             )
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 
 
 def _write(result: EvaluationResult, rollouts: Rollouts, folder: Path, fps: float) -> EvaluationResult:

@@ -1,0 +1,59 @@
+"""Flow matching of action chunks: a straight path from noise (t = 1) to actions (t = 0), and the way back.
+
+Conventions are those of pi0 and pi0.5 (openpi, LeRobot): `x_t = t * noise + (1 - t) * actions`, the network predicts
+the velocity `noise - actions`, and times are drawn from Beta(1.5, 1), which favours the noisy end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+TIME_ALPHA = 1.5
+TIME_RANGE = (0.001, 1.0)
+
+
+def sample_time(shape: tuple[int, ...], device: torch.device | None = None) -> Tensor:
+    """Draws flow times in `(0.001, 1]` from torch's random state: `Beta(1.5, 1) * 0.999 + 0.001`, float32.
+
+    The Beta draw is `u ** (1 / 1.5)`, its inverse distribution function, so one uniform number is used per time.
+    """
+    low, high = TIME_RANGE
+    return torch.rand(shape, device=device).pow_(1.0 / TIME_ALPHA).mul_(high - low).add_(low)
+
+
+def interpolate(actions: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+    """The point `x_t` of the path.
+
+    Args:
+        actions: `[..., H, A]`, normalised; broadcasts against `noise`.
+        noise: `[..., H, A]`.
+        time: `[...]`.
+    """
+    time = time[..., None, None]
+    return time * noise + (1 - time) * actions
+
+
+def velocity_target(actions: Tensor, noise: Tensor) -> Tensor:
+    """What the network learns: `d x_t / d t = noise - actions`."""
+    return noise - actions
+
+
+def euler_sample(velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, steps: int) -> Tensor:
+    """Integrates from noise at t = 1 to actions at t = 0 with equal Euler steps.
+
+    Args:
+        velocity: Takes `x_t [..., H, A]` and `time [...]` and gives the velocity, shaped like `x_t`.
+        noise: `[..., H, A]`, the start.
+        steps: Number of steps, and of calls of `velocity`.
+
+    Returns:
+        Normalised actions `[..., H, A]`.
+    """
+    sample = noise
+    for step in range(steps):
+        time = noise.new_full(noise.shape[:-2], 1.0 - step / steps)
+        sample = sample - velocity(sample, time) / steps
+    return sample

@@ -1,0 +1,166 @@
+"""A small policy of pi0.5's shape, trained from scratch on a laptop in minutes.
+
+Pictures, instruction and state are prefix tokens; an action expert of its own width denoises the action chunk by flow
+matching, conditioned on flow time through adaptive RMS norms (arXiv:2504.16054, openpi's `pi0.py`). Unlike pi0.5 the
+vision tower is a convolutional stem and the state is one continuous token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_embodied.errors import ConfigError
+from lightning_embodied.models.augmentation import picture_positions
+from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
+from lightning_embodied.models.images import ConvStem
+from lightning_embodied.models.loss import LossTerms
+from lightning_embodied.models.module import PolicyModule
+from lightning_embodied.models.spec import PolicySpec
+from lightning_embodied.models.transformer import (
+    ActionExpert,
+    KeyValue,
+    PrefixTransformer,
+    Segments,
+    SuffixLayout,
+)
+from lightning_embodied.packing import PackedBatch
+
+
+class FlowMatchingPolicy(PolicyModule):
+    """Small pi0.5-shaped flow-matching policy.
+
+    Args:
+        width: Width of the prefix tokens (pictures, instruction, state).
+        expert_width: Width of the action tokens.
+        depth: Number of layers of both towers.
+        heads: Number of attention heads.
+        head_dim: Width of a head.
+        mlp_ratio: Hidden width of the MLPs over the tower's width.
+        stem_channels: Channels of the first convolution of the picture stem.
+        noise_samples_per_observation: Noise and time draws per observation and step; they share one prefix, so each
+            further draw costs only the action expert.
+        denoising_steps: Euler steps from noise to actions at inference.
+        kwargs: Options of `PolicyModule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int = 128,
+        expert_width: int = 96,
+        depth: int = 4,
+        heads: int = 4,
+        head_dim: int = 32,
+        mlp_ratio: float = 2.0,
+        stem_channels: int = 32,
+        noise_samples_per_observation: int = 1,
+        denoising_steps: int = 10,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(**kwargs)
+        for name, value in (("depth", depth), ("noise_samples_per_observation", noise_samples_per_observation)):
+            if value < 1:
+                raise ConfigError("too small", where=f"FlowMatchingPolicy({name}=…)", found=value, expected=">= 1")
+        self.width = width
+        self.expert_width = expert_width
+        self.depth = depth
+        self.heads = heads
+        self.head_dim = head_dim
+        self.mlp_ratio = mlp_ratio
+        self.stem_channels = stem_channels
+        self.noise_samples_per_observation = noise_samples_per_observation
+        self.denoising_steps = denoising_steps
+
+    def build(self, spec: PolicySpec) -> None:
+        """Creates both towers and the embeddings of the spec's features."""
+        width, encoder = self.width, self.encoder
+        self.token_embedding = nn.Embedding(encoder.vocab_size, width)
+        if spec.cameras:
+            self.image_stem = ConvStem(encoder.patch_size, width, self.stem_channels)
+            self.image_positions = nn.Parameter(torch.randn(encoder.tokens_per_image, width) * 0.1)
+            self.camera_embedding = nn.Parameter(torch.randn(len(spec.cameras), width) * 0.1)
+        if spec.state_keys:
+            self.state_in = nn.Sequential(
+                nn.Linear(self.state_normalizer.dim, width), nn.SiLU(), nn.Linear(width, width)
+            )
+        heads = {"depth": self.depth, "heads": self.heads, "head_dim": self.head_dim}
+        self.prefix = PrefixTransformer(width, mlp_width=int(width * self.mlp_ratio), **heads)
+        self.expert = ActionExpert(
+            self.action_normalizer.dim,
+            self.expert_width,
+            mlp_width=int(self.expert_width * self.mlp_ratio),
+            **heads,
+        )
+
+    def embed_prefix(self, batch: PackedBatch) -> Tensor:
+        """Embeddings `[T, width]` of a batch's pictures, instructions and states."""
+        tokens: Tensor = self.token_embedding(batch.input_ids)
+        if batch.pixel_values.shape[0]:
+            index = self.camera_indices(batch)
+            pictures = self.image_stem(batch.pixel_values) + self.image_positions + self.camera_embedding[index, None]
+            tokens = tokens.index_copy(0, picture_positions(batch, self.encoder), pictures.flatten(0, 1))
+        if self.state_normalizer.dim:
+            last = batch.cu_seqlens[1:].long() - 1
+            tokens = tokens.index_copy(0, last, self.state_in(self.normalized_state(batch)).to(tokens.dtype))
+        return tokens
+
+    def camera_indices(self, batch: PackedBatch) -> Tensor:
+        """Which of the spec's cameras each picture is from: int64 `[N]`."""
+        names = {name: index for index, name in enumerate(self.spec.cameras)}
+        return torch.tensor([names[key] for key in batch.image_keys], device=batch.input_ids.device)
+
+    def encode_prefix(self, batch: PackedBatch) -> list[KeyValue]:
+        """Keys and values of every layer: all that the action expert reads of the observations."""
+        segments = Segments(batch.cu_seqlens, batch.max_seqlen)
+        cache: list[KeyValue] = self.prefix(self.embed_prefix(batch), batch.position_ids, segments)
+        return cache
+
+    def forward(self, batch: PackedBatch, noise: Tensor | None = None, time: Tensor | None = None) -> LossTerms:
+        """Squared error of the velocity.
+
+        Args:
+            batch: `B` samples.
+            noise: `[B, R, H, A]`, `R` draws per sample; default: drawn.
+            time: `[B, R]`, flow times; default: drawn.
+        """
+        actions = self.normalized_actions(batch)[:, None]
+        draws = (batch.batch_size, self.noise_samples_per_observation)
+        if noise is None:
+            noise = torch.randn(*draws, *actions.shape[2:], device=actions.device)
+        if time is None:
+            time = sample_time(draws, actions.device)
+        velocity = self.velocity(batch, interpolate(actions, noise, time), time, self.encode_prefix(batch))
+        losses = (velocity - velocity_target(actions, noise)).square()
+        return LossTerms.of_actions(losses, batch.action_is_pad, batch.loss_weight)
+
+    def velocity(self, batch: PackedBatch, noisy: Tensor, time: Tensor, cache: list[KeyValue]) -> Tensor:
+        """Velocities of `R` noisy chunks per sample: `[B, R, H, A]` at times `[B, R]` to the same shape."""
+        layout = self._layout(batch, noisy.shape[2], noisy.shape[1])
+        result: Tensor = self.expert(noisy.flatten(0, 1), time.flatten(), cache, layout)
+        return result.view_as(noisy)
+
+    def sample_actions(
+        self, batch: PackedBatch, *, generator: torch.Generator | None = None, noise: Tensor | None = None
+    ) -> Tensor:
+        """Denoises action chunks; the prefix is computed once for all steps.
+
+        Args:
+            batch: `B` observations.
+            generator: Source of the noise; see `sampling_seed`.
+            noise: `[B, H, A]` to start from, in place of a draw.
+
+        Returns:
+            Normalised actions float32 `[B, H, A]`.
+        """
+        if noise is None:
+            noise = self.initial_noise(batch.batch_size, generator)
+        cache = self.encode_prefix(batch)
+        layout = self._layout(batch, noise.shape[1], 1)
+        return euler_sample(lambda x, t: self.expert(x, t, cache, layout), noise, self.denoising_steps)
+
+    @staticmethod
+    def _layout(batch: PackedBatch, horizon: int, draws: int) -> SuffixLayout:
+        return SuffixLayout(Segments(batch.cu_seqlens, batch.max_seqlen), batch.num_tokens, horizon, draws)

@@ -1,0 +1,48 @@
+"""Pictures to tokens with a small convolutional stem.
+
+Convolutions of stride 2 in place of one large patch projection train faster at small scale ("Early Convolutions Help
+Transformers See Better", arXiv:2106.14881).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lightning_embodied.errors import ConfigError
+
+
+class ConvStem(nn.Module):
+    """Patch embedding by convolutions: one token per `patch_size` x `patch_size` pixels.
+
+    The picture is first folded by 4 (no pixel is lost), then halved by 3 x 3 convolutions until a patch is one cell.
+
+    Args:
+        patch_size: Side of a patch in pixels; a power of two, at least 4.
+        width: Width of the tokens.
+        channels: Channels of the first convolution; doubled at each halving.
+
+    Raises:
+        ConfigError: The patch size is not a power of two from 4 on.
+    """
+
+    def __init__(self, patch_size: int, width: int, channels: int = 32) -> None:
+        super().__init__()
+        if patch_size < 4 or patch_size & (patch_size - 1):
+            raise ConfigError(
+                "the convolutional stem cannot make such patches",
+                where="encoder.patch_size",
+                found=patch_size,
+                expected="4, 8, 16, 32 …",
+            )
+        layers: list[nn.Module] = [nn.PixelUnshuffle(4), nn.Conv2d(3 * 16, channels, 3, padding=1), nn.SiLU()]
+        for _ in range(patch_size.bit_length() - 3):
+            layers += [nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1), nn.SiLU()]
+            channels *= 2
+        self.layers = nn.Sequential(*layers, nn.Conv2d(channels, width, 1))
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """uint8 `[N, 3, H, W]` to `[N, tokens, width]`, tokens row by row."""
+        weight = self.layers[1].weight
+        pixels = pixel_values.to(weight.dtype).mul_(2 / 255).sub_(1)
+        features: Tensor = self.layers(pixels)
+        return features.flatten(2).transpose(1, 2)

@@ -1,0 +1,238 @@
+"""A prefix transformer and an action expert that reads its keys and values: the two towers of pi0.5, small.
+
+The prefix (pictures, instruction, state) attends to itself in both directions and never to the actions, so it can be
+computed first and once: its keys and values serve every noise draw in training and every denoising step at inference.
+What the last layer would make of the prefix itself is never read, so it is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_embodied.attention import varlen_attention
+from lightning_embodied.models.layers import (
+    GatedMLP,
+    RotaryEmbedding,
+    TimeConditioning,
+    modulate,
+    rms_norm,
+    rotate,
+)
+
+KeyValue = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where each sample's tokens lie.
+
+    Attributes:
+        cu_seqlens: int32 `[B + 1]`.
+        max_seqlen: Longest sample in tokens.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+class PrefixLayer(nn.Module):
+    """One pre-norm transformer layer over packed prefixes, full attention within each sample.
+
+    Args:
+        width: Width of the tokens.
+        heads: Number of heads.
+        head_dim: Width of a head.
+        mlp_width: Hidden width of the MLP.
+    """
+
+    def __init__(self, width: int, heads: int, head_dim: int, mlp_width: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.attention_norm = nn.Parameter(torch.ones(width))
+        self.qkv = nn.Linear(width, 3 * heads * head_dim, bias=False)
+        self.attention_out = nn.Linear(heads * head_dim, width, bias=False)
+        self.mlp_norm = nn.Parameter(torch.ones(width))
+        self.mlp = GatedMLP(width, mlp_width)
+
+    def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> tuple[Tensor, KeyValue]:
+        """`[T, width]` to the same, and the layer's keys and values `[T, heads, head_dim]`."""
+        qkv = self.qkv(rms_norm(x, self.attention_norm)).view(x.shape[0], 3 * self.heads, self.head_dim)
+        rotated, value = rotate(qkv[:, : 2 * self.heads], rotation), qkv[:, 2 * self.heads :]
+        query, key = rotated.split(self.heads, dim=1)
+        cu, longest = segments.cu_seqlens, segments.max_seqlen
+        x = x + self.attention_out(varlen_attention(query, key, value, cu, cu, longest, longest).flatten(1))
+        return x + self.mlp(rms_norm(x, self.mlp_norm)), (key, value)
+
+
+class LastPrefixLayer(nn.Module):
+    """The part of the last prefix layer that somebody reads: its keys and values.
+
+    Args:
+        width: Width of the tokens.
+        heads: Number of heads.
+        head_dim: Width of a head.
+    """
+
+    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.norm = nn.Parameter(torch.ones(width))
+        self.kv = nn.Linear(width, 2 * heads * head_dim, bias=False)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> KeyValue:
+        """`[T, width]` to keys and values `[T, heads, head_dim]`."""
+        kv = self.kv(rms_norm(x, self.norm)).view(x.shape[0], 2 * self.heads, self.head_dim)
+        key, value = kv.split(self.heads, dim=1)
+        return rotate(key, rotation), value
+
+
+class PrefixTransformer(nn.Module):
+    """Packed prefix tokens to the keys and values of every layer.
+
+    Args:
+        width: Width of the tokens.
+        depth: Number of layers.
+        heads: Number of heads.
+        head_dim: Width of a head.
+        mlp_width: Hidden width of the MLPs.
+    """
+
+    def __init__(self, width: int, depth: int, heads: int, head_dim: int, mlp_width: int) -> None:
+        super().__init__()
+        self.rotary = RotaryEmbedding(head_dim)
+        self.layers = nn.ModuleList(PrefixLayer(width, heads, head_dim, mlp_width) for _ in range(depth - 1))
+        self.last = LastPrefixLayer(width, heads, head_dim)
+
+    def forward(self, x: Tensor, position_ids: Tensor, segments: Segments) -> list[KeyValue]:
+        """`[T, width]` at positions `[T]` to one pair of `[T, heads, head_dim]` per layer."""
+        rotation = self.rotary(position_ids)
+        cache: list[KeyValue] = []
+        for layer in self.layers:
+            x, key_value = layer(x, rotation, segments)
+            cache.append(key_value)
+        return [*cache, self.last(x, rotation)]
+
+
+class SuffixLayout:
+    """How `R` action chunks per sample read the packed prefixes: an exact, mask-free variable-length layout.
+
+    The keys of chunk `n = b * R + r` are the prefix of sample `b` followed by the chunk's own, so one attention call
+    serves all chunks. Built once per batch, used by every layer.
+
+    Args:
+        prefix: Where each sample's prefix lies.
+        num_tokens: Prefix tokens in all.
+        horizon: Tokens per chunk.
+        draws: Chunks per sample, `R`.
+    """
+
+    def __init__(self, prefix: Segments, num_tokens: int, horizon: int, draws: int = 1) -> None:
+        starts = prefix.cu_seqlens[:-1].long().repeat_interleave(draws)
+        lengths = prefix.cu_seqlens.diff().long().repeat_interleave(draws)
+        chunks, device = lengths.shape[0], lengths.device
+        self.queries = Segments(torch.arange(chunks + 1, device=device, dtype=torch.int32) * horizon, horizon)
+        ends = (lengths + horizon).cumsum(0)
+        self.keys = Segments(torch.cat((ends.new_zeros(1), ends)).int(), prefix.max_seqlen + horizon)
+        total = draws * num_tokens + chunks * horizon
+        chunk = torch.arange(chunks, device=device).repeat_interleave(lengths + horizon, output_size=total)
+        offset = torch.arange(total, device=device) - (ends - lengths - horizon)[chunk]
+        own = num_tokens + chunk * horizon + offset - lengths[chunk]
+        self.gather = torch.where(offset < lengths[chunk], starts[chunk] + offset, own)
+        self.position_ids = (lengths[:, None] + torch.arange(horizon, device=device)).flatten()
+
+    def join(self, prefix: Tensor, suffix: Tensor) -> Tensor:
+        """Prefix `[T, ...]` and chunk rows `[B * R * H, ...]` in the order of the keys."""
+        return torch.cat((prefix, suffix)).index_select(0, self.gather)
+
+
+class ExpertLayer(nn.Module):
+    """One action-expert layer: adaptive RMS norms with gates, attention to prefix and own chunk.
+
+    Args:
+        width: Width of the action tokens.
+        heads: Number of heads (the prefix's).
+        head_dim: Width of a head (the prefix's).
+        mlp_width: Hidden width of the MLP.
+    """
+
+    def __init__(self, width: int, heads: int, head_dim: int, mlp_width: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.modulation = modulation(width, width, gates=2)
+        self.qkv = nn.Linear(width, 3 * heads * head_dim, bias=False)
+        self.attention_out = nn.Linear(heads * head_dim, width, bias=False)
+        self.mlp = GatedMLP(width, mlp_width)
+
+    def forward(
+        self, x: Tensor, condition: Tensor, prefix: KeyValue, rotation: Rotation, layout: SuffixLayout
+    ) -> Tensor:
+        """Chunks `[N, H, width]` and their condition `[N, width]` to `[N, H, width]`."""
+        parts = self.modulation(condition)[:, None].chunk(6, dim=-1)
+        scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = parts
+        qkv = self.qkv(modulate(x, scale, shift)).view(-1, 3 * self.heads, self.head_dim)
+        rotated, value = rotate(qkv[:, : 2 * self.heads], rotation), qkv[:, 2 * self.heads :]
+        query, key = rotated.split(self.heads, dim=1)
+        attended = varlen_attention(
+            query,
+            layout.join(prefix[0], key),
+            layout.join(prefix[1], value),
+            layout.queries.cu_seqlens,
+            layout.keys.cu_seqlens,
+            layout.queries.max_seqlen,
+            layout.keys.max_seqlen,
+        )
+        x = torch.addcmul(x, self.attention_out(attended.reshape(*x.shape[:2], -1)), gate)
+        return torch.addcmul(x, self.mlp(modulate(x, mlp_scale, mlp_shift)), mlp_gate)
+
+
+class ActionExpert(nn.Module):
+    """Noisy action chunks and their flow time to velocities, given the prefix's keys and values.
+
+    Args:
+        action_dim: Number of action dimensions.
+        width: Width of the action tokens.
+        depth: Number of layers (the prefix's).
+        heads: Number of heads (the prefix's).
+        head_dim: Width of a head (the prefix's).
+        mlp_width: Hidden width of the MLPs.
+    """
+
+    def __init__(self, action_dim: int, width: int, depth: int, heads: int, head_dim: int, mlp_width: int) -> None:
+        super().__init__()
+        self.rotary = RotaryEmbedding(head_dim)
+        self.action_in = nn.Linear(action_dim, width)
+        self.time = TimeConditioning(width)
+        self.layers = nn.ModuleList(ExpertLayer(width, heads, head_dim, mlp_width) for _ in range(depth))
+        self.final_modulation = modulation(width, width, gates=0)
+        self.action_out = nn.Linear(width, action_dim)
+
+    def forward(self, noisy: Tensor, time: Tensor, cache: Sequence[KeyValue], layout: SuffixLayout) -> Tensor:
+        """Velocities of `noisy` chunks `[N, H, A]` at flow times `[N]`."""
+        rotation = self.rotary(layout.position_ids)
+        condition = self.time(time)
+        x = self.action_in(noisy.to(self.action_in.weight.dtype))
+        for layer, prefix in zip(self.layers, cache, strict=True):
+            x = layer(x, condition, prefix, rotation, layout)
+        scale, shift = self.final_modulation(condition)[:, None].chunk(2, dim=-1)
+        velocity: Tensor = self.action_out(modulate(x, scale, shift))
+        return velocity.float()
+
+
+def modulation(width: int, model_width: int, gates: int) -> nn.Linear:
+    """Projection of the condition to (scale, shift, gate) per norm, or (scale, shift) without gates.
+
+    It starts at zero weights, as in openpi, but with gates of one, so that the expert starts as an ordinary
+    transformer: a policy trained from scratch for minutes cannot wait for its gates to open.
+    """
+    linear = nn.Linear(width, (3 * gates or 2) * model_width)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    with torch.no_grad():
+        for gate in range(gates):
+            linear.bias[(3 * gate + 2) * model_width : (3 * gate + 3) * model_width] = 1.0
+    return linear

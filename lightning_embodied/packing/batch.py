@@ -33,6 +33,7 @@ class PackedBatch:
         dataset: int64 `[B]`: which dataset of a mixture the sample is from.
         episode_index: int64 `[B]`.
         frame_index: int64 `[B]`: index of the frame within its episode.
+        image_keys: `N_images` feature keys: which camera each picture is from.
     """
 
     input_ids: Tensor
@@ -47,6 +48,7 @@ class PackedBatch:
     dataset: Tensor
     episode_index: Tensor
     frame_index: Tensor
+    image_keys: tuple[str, ...] = ()
 
     @property
     def batch_size(self) -> int:

@@ -178,6 +178,7 @@ class SampleEncoder:
             dataset=int(sample.get("dataset", 0)),
             episode_index=int(sample.get("episode_index", 0)),
             frame_index=int(sample.get("frame_index", 0)),
+            image_keys=tuple(cameras),
         )
 
     def _instruction(self, task: object, sample: Sample) -> list[int]:

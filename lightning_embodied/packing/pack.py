@@ -29,6 +29,7 @@ class EncodedSample:
         dataset: Which dataset of a mixture.
         episode_index: Index of the episode.
         frame_index: Index of the frame within its episode.
+        image_keys: `N` feature keys: which camera each picture is from.
     """
 
     input_ids: Tensor
@@ -39,6 +40,7 @@ class EncodedSample:
     dataset: int = 0
     episode_index: int = 0
     frame_index: int = 0
+    image_keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"dataset {self.dataset}, episode {self.episode_index}, frame {self.frame_index}"
@@ -80,6 +82,7 @@ def pack_samples(encoded: Sequence[EncodedSample]) -> PackedBatch:
         dataset=_integers([sample.dataset for sample in encoded]),
         episode_index=_integers([sample.episode_index for sample in encoded]),
         frame_index=_integers([sample.frame_index for sample in encoded]),
+        image_keys=tuple(key for sample in encoded for key in sample.image_keys),
     )
 
 

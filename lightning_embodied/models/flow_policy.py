@@ -87,10 +87,10 @@ class FlowMatchingPolicy(PolicyModule):
                 nn.Linear(self.state_normalizer.dim, width), nn.SiLU(), nn.Linear(width, width)
             )
         heads = {"depth": self.depth, "heads": self.heads, "head_dim": self.head_dim}
-        self.prefix = PrefixTransformer(width, mlp_width=int(width * self.mlp_ratio), **heads)
+        self.prefix = PrefixTransformer(width=width, mlp_width=int(width * self.mlp_ratio), **heads)
         self.expert = ActionExpert(
-            self.action_normalizer.dim,
-            self.expert_width,
+            action_dim=self.action_normalizer.dim,
+            width=self.expert_width,
             mlp_width=int(self.expert_width * self.mlp_ratio),
             **heads,
         )

@@ -42,7 +42,6 @@ class ConvStem(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """uint8 `[N, 3, H, W]` to `[N, tokens, width]`, tokens row by row."""
-        weight = self.layers[1].weight
-        pixels = pixel_values.to(weight.dtype).mul_(2 / 255).sub_(1)
+        pixels = pixel_values.to(next(self.parameters()).dtype).mul_(2 / 255).sub_(1)
         features: Tensor = self.layers(pixels)
         return features.flatten(2).transpose(1, 2)

@@ -49,7 +49,7 @@ class Normalizer(nn.Module):
     def __init__(self, stats: Sequence[FeatureStats], mode: Normalization) -> None:
         super().__init__()
         columns = {
-            name: np.concatenate([np.asarray(getattr(one, name), np.float64).reshape(-1) for one in stats] or [[]])
+            name: np.concatenate([np.zeros(0), *(np.ravel(getattr(one, name)) for one in stats)])
             for name in ("min", "max", "mean", "std", "q01", "q99")
         }
         for name, values in columns.items():
@@ -92,5 +92,5 @@ class Normalizer(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        super()._apply(keep_precision, recurse)
+        super()._apply(keep_precision, recurse)  # type: ignore[no-untyped-call]
         return self

@@ -50,7 +50,7 @@ class PrefixLayer(nn.Module):
         mlp_width: Hidden width of the MLP.
     """
 
-    def __init__(self, width: int, heads: int, head_dim: int, mlp_width: int) -> None:
+    def __init__(self, *, width: int, heads: int, head_dim: int, mlp_width: int) -> None:
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
         self.attention_norm = nn.Parameter(torch.ones(width))
@@ -63,7 +63,7 @@ class PrefixLayer(nn.Module):
         """`[T, width]` to the same, and the layer's keys and values `[T, heads, head_dim]`."""
         qkv = self.qkv(rms_norm(x, self.attention_norm)).view(x.shape[0], 3 * self.heads, self.head_dim)
         rotated, value = rotate(qkv[:, : 2 * self.heads], rotation), qkv[:, 2 * self.heads :]
-        query, key = rotated.split(self.heads, dim=1)
+        query, key = rotated.chunk(2, dim=1)
         cu, longest = segments.cu_seqlens, segments.max_seqlen
         x = x + self.attention_out(varlen_attention(query, key, value, cu, cu, longest, longest).flatten(1))
         return x + self.mlp(rms_norm(x, self.mlp_norm)), (key, value)
@@ -78,7 +78,7 @@ class LastPrefixLayer(nn.Module):
         head_dim: Width of a head.
     """
 
-    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+    def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
         self.norm = nn.Parameter(torch.ones(width))
@@ -87,7 +87,7 @@ class LastPrefixLayer(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation) -> KeyValue:
         """`[T, width]` to keys and values `[T, heads, head_dim]`."""
         kv = self.kv(rms_norm(x, self.norm)).view(x.shape[0], 2 * self.heads, self.head_dim)
-        key, value = kv.split(self.heads, dim=1)
+        key, value = kv.chunk(2, dim=1)
         return rotate(key, rotation), value
 
 
@@ -102,11 +102,13 @@ class PrefixTransformer(nn.Module):
         mlp_width: Hidden width of the MLPs.
     """
 
-    def __init__(self, width: int, depth: int, heads: int, head_dim: int, mlp_width: int) -> None:
+    def __init__(self, *, width: int, depth: int, heads: int, head_dim: int, mlp_width: int) -> None:
         super().__init__()
         self.rotary = RotaryEmbedding(head_dim)
-        self.layers = nn.ModuleList(PrefixLayer(width, heads, head_dim, mlp_width) for _ in range(depth - 1))
-        self.last = LastPrefixLayer(width, heads, head_dim)
+        self.layers = nn.ModuleList(
+            PrefixLayer(width=width, heads=heads, head_dim=head_dim, mlp_width=mlp_width) for _ in range(depth - 1)
+        )
+        self.last = LastPrefixLayer(width=width, heads=heads, head_dim=head_dim)
 
     def forward(self, x: Tensor, position_ids: Tensor, segments: Segments) -> list[KeyValue]:
         """`[T, width]` at positions `[T]` to one pair of `[T, heads, head_dim]` per layer."""
@@ -160,10 +162,10 @@ class ExpertLayer(nn.Module):
         mlp_width: Hidden width of the MLP.
     """
 
-    def __init__(self, width: int, heads: int, head_dim: int, mlp_width: int) -> None:
+    def __init__(self, *, width: int, heads: int, head_dim: int, mlp_width: int) -> None:
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
-        self.modulation = modulation(width, width, gates=2)
+        self.modulation = modulation(width, gates=2)
         self.qkv = nn.Linear(width, 3 * heads * head_dim, bias=False)
         self.attention_out = nn.Linear(heads * head_dim, width, bias=False)
         self.mlp = GatedMLP(width, mlp_width)
@@ -176,7 +178,7 @@ class ExpertLayer(nn.Module):
         scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = parts
         qkv = self.qkv(modulate(x, scale, shift)).view(-1, 3 * self.heads, self.head_dim)
         rotated, value = rotate(qkv[:, : 2 * self.heads], rotation), qkv[:, 2 * self.heads :]
-        query, key = rotated.split(self.heads, dim=1)
+        query, key = rotated.chunk(2, dim=1)
         attended = varlen_attention(
             query,
             layout.join(prefix[0], key),
@@ -202,13 +204,15 @@ class ActionExpert(nn.Module):
         mlp_width: Hidden width of the MLPs.
     """
 
-    def __init__(self, action_dim: int, width: int, depth: int, heads: int, head_dim: int, mlp_width: int) -> None:
+    def __init__(self, *, action_dim: int, width: int, depth: int, heads: int, head_dim: int, mlp_width: int) -> None:
         super().__init__()
         self.rotary = RotaryEmbedding(head_dim)
         self.action_in = nn.Linear(action_dim, width)
         self.time = TimeConditioning(width)
-        self.layers = nn.ModuleList(ExpertLayer(width, heads, head_dim, mlp_width) for _ in range(depth))
-        self.final_modulation = modulation(width, width, gates=0)
+        self.layers = nn.ModuleList(
+            ExpertLayer(width=width, heads=heads, head_dim=head_dim, mlp_width=mlp_width) for _ in range(depth)
+        )
+        self.final_modulation = modulation(width, gates=0)
         self.action_out = nn.Linear(width, action_dim)
 
     def forward(self, noisy: Tensor, time: Tensor, cache: Sequence[KeyValue], layout: SuffixLayout) -> Tensor:
@@ -223,16 +227,16 @@ class ActionExpert(nn.Module):
         return velocity.float()
 
 
-def modulation(width: int, model_width: int, gates: int) -> nn.Linear:
-    """Projection of the condition to (scale, shift, gate) per norm, or (scale, shift) without gates.
+def modulation(width: int, gates: int) -> nn.Linear:
+    """Projection of the condition to (scale, shift, gate) per norm, or one (scale, shift) without gates.
 
     It starts at zero weights, as in openpi, but with gates of one, so that the expert starts as an ordinary
     transformer: a policy trained from scratch for minutes cannot wait for its gates to open.
     """
-    linear = nn.Linear(width, (3 * gates or 2) * model_width)
+    linear = nn.Linear(width, (3 * gates or 2) * width)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     with torch.no_grad():
         for gate in range(gates):
-            linear.bias[(3 * gate + 2) * model_width : (3 * gate + 3) * model_width] = 1.0
+            linear.bias[(3 * gate + 2) * width : (3 * gate + 3) * width] = 1.0
     return linear

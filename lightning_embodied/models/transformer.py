@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_embodied.attention import varlen_attention
 from lightning_embodied.models.layers import (
     GatedMLP,
     RotaryEmbedding,
@@ -22,6 +21,7 @@ from lightning_embodied.models.layers import (
     rms_norm,
     rotate,
 )
+from lightning_embodied.models.padded_attention import varlen_attention
 
 KeyValue = tuple[Tensor, Tensor]
 Rotation = tuple[Tensor, Tensor]

@@ -1,4 +1,4 @@
-"""Every value LeRobot's own code returned for its datasets, against ours: samples, windows, pads, pictures, statistics."""
+"""Every value LeRobot returned for its own datasets against ours: samples, windows, pads, pictures, statistics."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from lightning_embodied.errors import ConfigError
+from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.evaluation.actors import ChunkPolicy, untrained_twin
 from lightning_embodied.evaluation.console import progress_bar
 from lightning_embodied.evaluation.result import EpisodeResult, EvaluationResult, sort_episodes
@@ -206,23 +206,34 @@ def _open_slots(config: EvaluationConfig, acting: ChunkPolicy) -> VectorSlots:
             found=execute_steps,
             expected=f"at most {horizon}",
         )
-    return VectorSlots(
-        config.env_id,
-        config.tasks,
-        {**given, **config.env_kwargs},
-        num_slots=min(config.slots, len(config.tasks) * config.episodes_per_task),
-        asynchronous=config.asynchronous,
-        execute_steps=execute_steps,
-        horizon=config.horizon,
-    )
+    try:
+        return VectorSlots(
+            config.env_id,
+            config.tasks,
+            {**given, **config.env_kwargs},
+            num_slots=min(config.slots, len(config.tasks) * config.episodes_per_task),
+            asynchronous=config.asynchronous,
+            execute_steps=execute_steps,
+            horizon=config.horizon,
+        )
+    except ConfigError as error:
+        if error.where != "cameras" or config.cameras is not None:
+            raise
+        raise CheckpointError(
+            "the policy was trained on another feature set: the environment lacks one of its cameras",
+            where=config.env_id,
+            found=error.found,
+            expected=error.expected,
+            mend="use the environment (and its cameras) that the demonstrations were collected in",
+        ) from error
 
 
 def _plans(config: EvaluationConfig) -> list[EpisodePlan]:
-    # Round by round over the tasks, so that a run that is stopped says something of each task.
+    # Task by task, because a worker that changes the task loads another simulation.
     return [
         EpisodePlan(task, config.first_seed + i, record=config.videos and i == 0)
-        for i in range(config.episodes_per_task)
         for task in config.tasks
+        for i in range(config.episodes_per_task)
     ]
 
 

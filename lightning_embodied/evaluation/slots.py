@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_embodied.errors import ConfigError
+from lightning_embodied.errors import ConfigError, import_extra
 from lightning_embodied.evaluation.rollout import EpisodePlan, SlotStep
-from lightning_embodied.evaluation.worker import EpisodeWorker
 from lightning_embodied.features import Feature
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ class VectorSlots:
 
     Raises:
         ConfigError: An unknown environment, task or camera.
+        MissingExtraError: gymnasium or the simulator is not installed.
     """
 
     def __init__(
@@ -49,7 +49,10 @@ class VectorSlots:
         execute_steps: int,
         horizon: int | None,
     ) -> None:
+        import_extra("gymnasium", "sim")
         from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+        from lightning_embodied.evaluation.worker import EpisodeWorker
 
         self.num_slots = num_slots
         self.execute_steps = execute_steps

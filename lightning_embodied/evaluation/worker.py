@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_embodied.envs import EmbodiedEnv  # importing them registers our environments
 from lightning_embodied.errors import ConfigError
 
 _KEPT_ENVIRONMENTS = 4
@@ -27,8 +28,6 @@ def make_environment(env_id: str, task: str, env_kwargs: dict[str, Any]) -> gymn
     Raises:
         ConfigError: The environment is not registered, or refuses its options.
     """
-    import lightning_embodied.envs  # noqa: F401  registers our environments
-
     try:
         return gymnasium.make(env_id, task=task, **env_kwargs)
     except gymnasium.error.Error as error:
@@ -86,7 +85,7 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
         self._plan = (options or {})["plans"][self._slot]
         self._env = self._environment(self._plan.task)
         self._observation, _ = self._env.reset(seed=self._plan.seed)
-        unwrapped: Any = self._env.unwrapped
+        unwrapped = self._unwrapped
         self._expert = unwrapped.expert() if self._plan.expert else None
         self._done, self._success, self._steps, self._frames = False, False, 0, []
         self._record()
@@ -97,20 +96,17 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
         """Executes a chunk `[K, A]` (which the expert ignores) until the episode ends."""
         if not self._done:
             for row in action:
-                chosen = np.clip(row, *self._bounds) if self._expert is None else self._expert.act()
-                self._observation, _, terminated, truncated, info = self._env.step(chosen)
-                self._steps += 1
-                self._success |= bool(info.get("success", False))
-                late = self._horizon is not None and self._steps >= self._horizon
-                self._done = bool(self._success or terminated or truncated or late)
+                self._advance(np.clip(row, *self._bounds) if self._expert is None else self._expert.act())
                 if self._done:
                     break
+            if self._looks_apart:
+                self._observation = self._unwrapped.observe()
             self._record()
         info = {"done": self._done, "success": self._success, "steps": self._steps}
         return self._observation, 0.0, False, False, info
 
     def recorded_frames(self) -> list[NDArray[np.uint8]]:
-        """Camera pictures `[H, W, 3]` at the chunk boundaries of the episode, if its plan asked for them."""
+        """Pictures `[H, W, 3]` at the chunk boundaries of the episode, if its plan asked for them."""
         return self._frames
 
     def close(self) -> None:
@@ -126,8 +122,29 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
             self._environments.popitem(last=False)[1].close()
         return self._environments[task]
 
+    def _advance(self, action: NDArray[Any]) -> None:
+        if self._looks_apart:
+            _, terminated, truncated, info = self._unwrapped.advance(action)
+        else:
+            self._observation, _, terminated, truncated, info = self._env.step(action)
+        self._steps += 1
+        self._success |= bool(info.get("success", False))
+        late = self._horizon is not None and self._steps >= self._horizon
+        self._done = bool(self._success or terminated or truncated or late)
+
+    @property
+    def _unwrapped(self) -> Any:  # noqa: ANN401  what gymnasium calls any environment
+        return self._env.unwrapped
+
+    @property
+    def _looks_apart(self) -> bool:
+        # Rendering costs far more than a physics step: an environment that can step without looking looks once a chunk.
+        return isinstance(self._env.unwrapped, EmbodiedEnv)
+
     def _record(self) -> None:
-        if self._plan.record:
+        if self._plan.record and self._looks_apart:
+            self._frames.append(self._unwrapped.picture())
+        elif self._plan.record:
             camera = next((key for key in sorted(self._observation) if key.startswith("observation.images.")), None)
             if camera is not None:
                 self._frames.append(np.array(self._observation[camera]))

@@ -23,9 +23,12 @@ class ReachEnv(gymnasium.Env):
     fps = 10
     robot_type = "point"
 
-    def __init__(self, task="walk", image_size=16, forgetful=False):
+    def __init__(self, task="walk", image_size=16, cameras=("top",), forgetful=False):
         if task not in ("walk", "stroll"):
             raise ConfigError("there is no such task", where="task", found=task, expected="walk, stroll")
+        for camera in cameras:
+            if camera != "top":
+                raise ConfigError("there is no such camera", where="cameras", found=camera, expected="top")
         self.task, self.size, self.forgetful = task, image_size, forgetful
         box = gymnasium.spaces.Box
         self.observation_space = gymnasium.spaces.Dict(

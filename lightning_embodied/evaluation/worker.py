@@ -10,13 +10,13 @@ import multiprocessing
 import signal
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_embodied.envs import EmbodiedEnv  # importing them registers our environments
+import lightning_embodied.envs  # noqa: F401  registers our environments
 from lightning_embodied.errors import ConfigError
 
 _KEPT_ENVIRONMENTS = 4
@@ -34,6 +34,20 @@ def make_environment(env_id: str, task: str, env_kwargs: dict[str, Any]) -> gymn
         raise ConfigError("there is no such environment", where="env_id", found=env_id, expected=error) from error
     except TypeError as error:
         raise ConfigError("the environment refuses its options", where=env_id, found=error) from error
+
+
+@runtime_checkable
+class LooksApart(Protocol):
+    """An environment that can step without rendering, as `lightning_embodied.envs.EmbodiedEnv` can."""
+
+    def advance(self, action: NDArray[Any]) -> tuple[float, bool, bool, dict[str, Any]]:
+        """Steps: reward, terminated, truncated, info."""
+
+    def observe(self) -> dict[str, Any]:
+        """Renders the observation."""
+
+    def picture(self) -> NDArray[np.uint8]:
+        """A picture `[H, W, 3]` for people."""
 
 
 class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
@@ -96,8 +110,7 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
         """Executes a chunk `[K, A]` (which the expert ignores) until the episode ends."""
         if not self._done:
             for row in action:
-                self._advance(np.clip(row, *self._bounds) if self._expert is None else self._expert.act())
-                if self._done:
+                if self._advance(np.clip(row, *self._bounds) if self._expert is None else self._expert.act()):
                     break
             if self._looks_apart:
                 self._observation = self._unwrapped.observe()
@@ -122,7 +135,7 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
             self._environments.popitem(last=False)[1].close()
         return self._environments[task]
 
-    def _advance(self, action: NDArray[Any]) -> None:
+    def _advance(self, action: NDArray[Any]) -> bool:
         if self._looks_apart:
             _, terminated, truncated, info = self._unwrapped.advance(action)
         else:
@@ -131,6 +144,7 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
         self._success |= bool(info.get("success", False))
         late = self._horizon is not None and self._steps >= self._horizon
         self._done = bool(self._success or terminated or truncated or late)
+        return self._done
 
     @property
     def _unwrapped(self) -> Any:  # noqa: ANN401  what gymnasium calls any environment
@@ -139,7 +153,7 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
     @property
     def _looks_apart(self) -> bool:
         # Rendering costs far more than a physics step: an environment that can step without looking looks once a chunk.
-        return isinstance(self._env.unwrapped, EmbodiedEnv)
+        return isinstance(self._env.unwrapped, LooksApart)
 
     def _record(self) -> None:
         if self._plan.record and self._looks_apart:

@@ -17,7 +17,7 @@ from lightning_embodied.models.augmentation import picture_positions
 from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
 from lightning_embodied.models.images import ConvStem
 from lightning_embodied.models.loss import LossTerms
-from lightning_embodied.models.module import PolicyModule
+from lightning_embodied.models.module import Generators, PolicyModule
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.models.transformer import (
     ActionExpert,
@@ -143,7 +143,7 @@ class FlowMatchingPolicy(PolicyModule):
         return result.view_as(noisy)
 
     def sample_actions(
-        self, batch: PackedBatch, *, generator: torch.Generator | None = None, noise: Tensor | None = None
+        self, batch: PackedBatch, *, generator: Generators | None = None, noise: Tensor | None = None
     ) -> Tensor:
         """Denoises action chunks; the prefix is computed once for all steps.
 

@@ -7,7 +7,7 @@ normalised units; units, token path, exact loss mean, optimizer and checkpoints 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,10 @@ from lightning_embodied.models.observations import (
 from lightning_embodied.models.optimization import adamw, warmup_cosine
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.packing import PackedBatch, SampleEncoder
+
+
+Generators = torch.Generator | Sequence[torch.Generator]
+"""Source of sampling noise: one generator for a batch, or one a row, which makes a row independent of its neighbours."""
 
 
 class PolicyModule(LightningModule):
@@ -94,7 +98,7 @@ class PolicyModule(LightningModule):
         """The loss of a batch, summed (see `LossTerms.of_actions`)."""
 
     @abstractmethod
-    def sample_actions(self, batch: PackedBatch, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample_actions(self, batch: PackedBatch, *, generator: Generators | None = None) -> Tensor:
         """Normalised action chunks `[B, H, A]` for a batch whose `actions` are empty."""
 
     # What it may use.
@@ -107,13 +111,15 @@ class PolicyModule(LightningModule):
         """Action chunks of the batch, about unit size: float32 `[B, H, A]`."""
         return self.action_normalizer.normalize(batch.actions)
 
-    def initial_noise(self, batch_size: int, generator: torch.Generator | None = None) -> Tensor:
+    def initial_noise(self, batch_size: int, generator: Generators | None = None) -> Tensor:
         """Standard normal noise `[batch_size, H, A]` to sample actions from; see `sampling_seed`.
 
         It is drawn on the CPU (or the generator's device), so that it is the same wherever the policy runs.
         """
         shape = (self.spec.action_horizon, self.action_normalizer.dim)
-        if generator is not None:
+        if isinstance(generator, Sequence):
+            noise = torch.cat([torch.randn(1, *shape, generator=own, device=own.device) for own in generator])
+        elif generator is not None:
             noise = torch.randn(batch_size, *shape, generator=generator, device=generator.device)
         elif self.sampling_seed is not None:
             seeded = torch.Generator().manual_seed(self.sampling_seed)
@@ -130,13 +136,13 @@ class PolicyModule(LightningModule):
         return observation_keys(self.spec)
 
     @torch.no_grad()
-    def predict_action_chunk(self, observations: Observations, *, generator: torch.Generator | None = None) -> Tensor:
+    def predict_action_chunk(self, observations: Observations, *, generator: Generators | None = None) -> Tensor:
         """Chooses the next actions.
 
         Args:
             observations: `observation.images.<camera>` uint8 `[B, C, H, W]`, state vectors `[B, D]` in the dataset's
                 units, `task`: list of `B` instructions; on any device. A camera that is missing is left out.
-            generator: Source of the sampling noise; default: see `sampling_seed`.
+            generator: Source of the sampling noise, one for all or one a row; default: see `sampling_seed`.
 
         Returns:
             float32 `[B, H, A]` in the dataset's units, on the policy's device, not clipped.

@@ -1,0 +1,102 @@
+"""`varlen_attention`: samples of different lengths, concatenated, each attending to itself alone.
+
+The interface is that of FlashAttention's variable-length kernels: cumulative lengths instead of masks and padding.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_embodied.attention.backends import choose_backend
+from lightning_embodied.errors import ConfigError
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Softmax attention of the queries of each segment to the keys of the same segment.
+
+    Args:
+        query: `[Tq, Hq, D]`.
+        key: `[Tk, Hkv, D]`; `Hq` is a multiple of `Hkv` (grouped-query attention if they differ).
+        value: `[Tk, Hkv, D]`.
+        cu_seqlens_q: int32 `[B + 1]`, from 0 to `Tq`: segment `b` owns queries `cu[b]:cu[b + 1]`. May be empty.
+        cu_seqlens_k: int32 `[B + 1]`, from 0 to `Tk`: likewise for keys; the same tensor for self-attention.
+        max_seqlen_q: Longest segment of queries.
+        max_seqlen_k: Longest segment of keys.
+        causal: Hide keys after a query, the last query aligned with the last key (bottom-right, as FlashAttention).
+        scale: Factor of the scores. Default: `D ** -0.5`.
+        backend: Name of a backend of `attention_backends()`. Default: the best one here.
+
+    Returns:
+        `[Tq, Hq, D]`; rows without any key are 0.
+
+    Raises:
+        ConfigError: Shapes or dtypes do not fit, cumulative lengths do not end at the number of tokens, or the
+            backend cannot be used.
+    """
+    _check_tensors(query, key, value)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ConfigError(
+            "queries and keys differ in their number of segments",
+            found=f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}",
+        )
+    _check_lengths("q", cu_seqlens_q, max_seqlen_q, query.shape[0])
+    _check_lengths("k", cu_seqlens_k, max_seqlen_k, key.shape[0])
+    query, key, value = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (query, key, value))
+    kernel = choose_backend(query, backend).kernel
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return kernel(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    fits = query.dim() == key.dim() == 3 and key.shape == value.shape and query.shape[2] == key.shape[2]
+    if not fits or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ConfigError(
+            "query, key and value do not fit each other",
+            found=f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}",
+            expected="[Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, D] with Hq a multiple of Hkv",
+        )
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        raise ConfigError(
+            "query, key and value do not share one floating dtype",
+            found=f"{query.dtype}, {key.dtype}, {value.dtype}",
+        )
+
+
+def _check_lengths(name: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ConfigError(
+            f"cu_seqlens_{name} are not cumulative lengths",
+            found=f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}",
+            expected="int32 [B + 1] with at least one segment",
+        )
+    if not isinstance(max_seqlen, int | torch.SymInt):
+        raise ConfigError(f"max_seqlen_{name} is not a Python int", found=type(max_seqlen).__name__)
+    # reading a CUDA tensor here would wait for the device; under compilation there is nothing to read
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    bounds = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] != tokens or min(lengths) < 0:
+        raise ConfigError(
+            f"cu_seqlens_{name} do not cover the tokens",
+            found=f"from {bounds[0]} to {bounds[-1]}, shortest segment {min(lengths)}",
+            expected=f"ascending from 0 to {tokens}",
+            mend="give every token a segment; padding rows are a segment of their own",
+        )
+    if max(lengths) > max_seqlen:
+        raise ConfigError(f"max_seqlen_{name} is below the longest segment", found=max_seqlen, expected=max(lengths))

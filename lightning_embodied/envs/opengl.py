@@ -1,17 +1,20 @@
-"""Which OpenGL MuJoCo renders with on a machine without a display, decided before `mujoco` is imported.
+"""Which OpenGL MuJoCo renders with on a machine without a display.
 
-MuJoCo reads the environment variable MUJOCO_GL once, at import; a wrong choice cannot be undone in the same process.
-EGL uses a GPU where there is one and Mesa's software otherwise; OSMesa is always software. Set MUJOCO_GL to overrule.
+MuJoCo itself chooses from the environment variable MUJOCO_GL when it is imported, and takes a windowing library if
+that is unset. EGL uses a GPU where there is one and Mesa's software otherwise; OSMesa is always software. Set
+MUJOCO_GL to overrule.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
-from lightning_embodied.errors import EmbodiedError, MissingExtraError, import_extra
+from lightning_embodied.errors import MissingExtraError, import_extra
 
 _MEND = "apt-get install libegl1 libegl-mesa0 (or libosmesa6), or take pictures away with cameras=()"
 
@@ -29,43 +32,52 @@ def opengl_backend() -> str | None:
 
 
 def import_mujoco() -> ModuleType:
-    """Imports `mujoco` with an OpenGL that works offscreen, when there is one.
+    """Imports `mujoco` so that it looks for no display.
 
     Raises:
-        MissingExtraError: MuJoCo is not installed.
-        EmbodiedError: MUJOCO_GL names a backend whose libraries are missing.
+        MissingExtraError: MuJoCo is not installed, or MUJOCO_GL names a backend whose libraries are missing.
     """
-    backend = opengl_backend()
-    chosen_by_user = bool(os.environ.get("MUJOCO_GL"))
-    # Without OpenGL the simulation still runs; only pictures are refused, by `require_opengl`.
-    os.environ["MUJOCO_GL"] = backend or "disable"
-    try:
-        return import_extra("mujoco", "sim")
-    except MissingExtraError as error:
-        if chosen_by_user and "mujoco" in str(error.found) and "No module" not in str(error.found):
-            raise EmbodiedError(
-                "MuJoCo cannot load the OpenGL that MUJOCO_GL asks for",
-                where="MUJOCO_GL",
-                found=f"{backend}: {error.found}",
-                mend=f"unset MUJOCO_GL, or {_MEND}",
-            ) from error
-        raise
+    # Without OpenGL the simulation still runs; only pictures are refused.
+    os.environ["MUJOCO_GL"] = opengl_backend() or "disable"
+    return import_extra("mujoco", "sim")
 
 
-def require_opengl() -> None:
-    """Checks that pictures can be rendered.
+def require_opengl() -> str:
+    """The backend to render with.
 
     Raises:
         MissingExtraError: No usable OpenGL; names the Debian packages.
     """
-    if os.environ.get("MUJOCO_GL", "").lower() in ("", "disable", "disabled", "off", "false", "0"):
+    backend = opengl_backend()
+    if backend is None or backend in ("disable", "disabled", "off", "false", "0"):
         raise missing_opengl("neither an EGL device (libEGL.so.1) nor libOSMesa.so.8")
+    return backend
+
+
+def opengl_context(size: int) -> Any:  # noqa: ANN401  one of MuJoCo's context classes, which share no base
+    """Makes an offscreen OpenGL context and makes it current.
+
+    Args:
+        size: Width and height of the largest picture in pixels.
+
+    Raises:
+        MissingExtraError: This machine cannot render offscreen.
+    """
+    backend = require_opengl()
+    module = f"mujoco.{backend}" if backend in ("egl", "osmesa", "glfw", "cgl") else "mujoco.glfw"
+    try:
+        context = importlib.import_module(module).GLContext(size, size)
+        context.make_current()
+    except Exception as error:  # PyOpenGL and MuJoCo raise what they like here
+        raise missing_opengl(f"{backend}: {type(error).__name__}: {error}") from error
+    return context
 
 
 def missing_opengl(found: object) -> MissingExtraError:
     """The error for a machine that cannot render."""
     return MissingExtraError(
         "rendering camera pictures needs an offscreen OpenGL, and this machine has none",
+        where="MUJOCO_GL",
         found=found,
         expected="Mesa's EGL or OSMesa, or a GPU driver with EGL",
         mend=_MEND,

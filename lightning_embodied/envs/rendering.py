@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_embodied.envs.opengl import import_mujoco, missing_opengl, require_opengl
+from lightning_embodied.envs.opengl import import_mujoco, missing_opengl, opengl_context
 
 if TYPE_CHECKING:
     from mujoco import MjData, MjModel, MjvCamera
@@ -39,17 +39,17 @@ class GraphicsContext:
 
     def __init__(self, model: MjModel) -> None:
         mujoco = import_mujoco()
-        require_opengl()
         self._mujoco = mujoco
         simplified = _simplified(model)
         simplified.vis.quality.offsamples = 0
         simplified.vis.global_.offwidth = simplified.vis.global_.offheight = MAX_PICTURE_SIZE
+        self._gl = opengl_context(MAX_PICTURE_SIZE)
         try:
-            self._gl = mujoco.gl_context.GLContext(MAX_PICTURE_SIZE, MAX_PICTURE_SIZE)
-            self._gl.make_current()
-        except Exception as error:  # PyOpenGL and MuJoCo raise what they like here
-            raise missing_opengl(f"{type(error).__name__}: {error}") from error
-        self._context = mujoco.MjrContext(simplified, mujoco.mjtFontScale.mjFONTSCALE_100.value)
+            self._context = mujoco.MjrContext(simplified, mujoco.mjtFontScale.mjFONTSCALE_100.value)
+        except mujoco.FatalError as error:
+            self._gl.free()
+            self._gl = None
+            raise missing_opengl(error) from error
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
         self._scene = mujoco.MjvScene(model=simplified, maxgeom=1000)
         for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):

@@ -120,9 +120,9 @@ def test_what_is_higher_in_the_world_is_higher_in_the_picture(camera: str) -> No
 @pytest.mark.parametrize("camera", METAWORLD_CAMERAS)
 def test_no_view_is_mirrored(camera: str) -> None:
     """MuJoCo's own renderer, turned by half a turn where the camera hangs upside down, shows the same picture."""
-    import mujoco
-
     env = MetaWorldEnv("button-press-v3", cameras=())
+    import mujoco  # after our environment has chosen the OpenGL
+
     env.reset(seed=0)
     ours = env.view(camera, 96).astype(float)
     model, data = env.simulator.model, env.simulator.data

@@ -22,15 +22,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightning_embodied.data.columns import to_numpy
-from lightning_embodied.data.encoding import CODEC_NAMES, EpisodeVideo, VideoCodec, VideoFile, VideoSettings
+from lightning_embodied.data.encoding import CODEC_NAMES, VideoCodec, VideoSettings
 from lightning_embodied.data.frames import EpisodeBuffer, check_features
-from lightning_embodied.data.layout import BOOKKEEPING_FEATURES, column_array, data_schema, episode_schema, tasks_table
+from lightning_embodied.data.layout import BOOKKEEPING_FEATURES, episode_schema, tasks_table
+from lightning_embodied.data.recording import DATA_PATH, VIDEO_PATH, FileLimits, RecordingFiles
 from lightning_embodied.data.stats import PictureHistogram, array_stats
 from lightning_embodied.errors import DatasetError
 from lightning_embodied.features import Feature, FeatureStats
 
-_DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-_VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 _EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _META_ROWS = 64  # episodes a row group of the index
 
@@ -89,17 +88,15 @@ class LeRobotDatasetWriter:
         self._cameras = [key for key, feature in features.items() if feature.dtype == "video"]
         for key in self._cameras:
             self._video.check(key, *features[key].shape[:2])
-        self._limits = (data_files_size_in_mb, video_files_size_in_mb, chunks_size)
-        self._schema = data_schema(self.features)
+        self._limits = FileLimits(data_files_size_in_mb, video_files_size_in_mb, chunks_size)
         self._tasks: dict[str, int] = {}
         self._rows: list[dict[str, Any]] = []
         self._frames = 0
         self._histograms = {key: PictureHistogram() for key, f in features.items() if f.is_visual}
-        self._data: tuple[int, Path, pq.ParquetWriter] | None = None
-        self._videos: dict[str, tuple[int, VideoFile]] = {}
         self._buffer: EpisodeBuffer | None = None
         self._closed = False
         self._work = self.root.parent / f".{self.root.name}.recording-{os.getpid()}"
+        self._files = RecordingFiles(self._work, self.features, self._video, self._limits)
         with self._or_disk_error():
             self._work.mkdir(parents=True)
 
@@ -121,8 +118,7 @@ class LeRobotDatasetWriter:
         self._check_open()
         if self._buffer is None:
             self._buffer = EpisodeBuffer(self._recorded, self._video)
-        with self._or_disk_error():
-            self._buffer.add(frame)
+        self._buffer.add(frame)
 
     def discard_episode(self) -> None:
         """Drops the frames of the current episode."""
@@ -142,8 +138,8 @@ class LeRobotDatasetWriter:
         if buffer is None or not buffer.length:
             raise DatasetError("an episode has no frames", where=self.root, mend="add frames before saving it")
         with self._or_disk_error(), _interrupt_later():
+            self._buffer = None
             self._commit(buffer)
-        self._buffer = None
         return self.num_episodes - 1
 
     def finalize(self) -> None:
@@ -158,7 +154,7 @@ class LeRobotDatasetWriter:
             raise DatasetError("no episode was recorded", where=self.root, mend="save at least one episode")
         with self._or_disk_error(), _interrupt_later():
             self._closed = True
-            self._close_files()
+            self._files.close()
             self._write_meta()
             if self.root.exists():
                 self.root.rmdir()
@@ -203,22 +199,8 @@ class LeRobotDatasetWriter:
     def _abort(self) -> None:
         self._closed = True
         with contextlib.suppress(OSError, pa.ArrowException):
-            self._close_files()
+            self._files.close()
         shutil.rmtree(self._work, ignore_errors=True)
-
-    def _close_files(self) -> None:
-        data, videos = self._data, [file for _, file in self._videos.values()]
-        self._data, self._videos = None, {}
-        with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
-            for file in videos:
-                stack.callback(file.close)
-            if data is not None:
-                stack.callback(data[2].close)
-
-    def _place(self, number: int) -> dict[str, int]:
-        """Chunk and file index of the n-th file."""
-        chunk_size = self._limits[2]
-        return {"chunk_index": number // chunk_size, "file_index": number % chunk_size}
 
     def _commit(self, buffer: EpisodeBuffer) -> None:
         index, length = self.num_episodes, buffer.length
@@ -234,12 +216,11 @@ class LeRobotDatasetWriter:
             "index": list((self._frames + np.arange(length))[:, None]),
             "task_index": [np.array([self._tasks[task]]) for task in buffer.tasks],
         }
-        arrays = [column_array(values[field.name], field, self.features[field.name]) for field in self._schema]
         row: dict[str, Any] = {"episode_index": index, "tasks": list(tasks), "length": length}
-        row |= {f"data/{key}": n for key, n in self._write_data(pa.table(arrays, schema=self._schema)).items()}
+        row |= {f"data/{key}": number for key, number in self._files.add_rows(values).items()}
         row |= {"dataset_from_index": self._frames, "dataset_to_index": self._frames + length}
         for key, video in buffer.videos.items():
-            row |= {f"videos/{key}/{name}": value for name, value in self._write_video(key, video).items()}
+            row |= {f"videos/{key}/{name}": value for name, value in self._files.add_video(key, video).items()}
         for key, feature in self.features.items():
             if feature.dtype != "string":
                 stats = buffer.histograms[key].stats() if feature.is_visual else array_stats(np.stack(values[key]))
@@ -248,31 +229,6 @@ class LeRobotDatasetWriter:
             self._histograms[key].merge(histogram)
         self._frames += length
         self._rows.append(row)
-
-    def _write_data(self, table: pa.Table) -> dict[str, int]:
-        number = 0 if self._data is None else self._data[0]
-        if self._data is not None and self._data[1].stat().st_size + table.nbytes >= self._limits[0] * 2**20:
-            self._data[2].close()
-            self._data, number = None, number + 1
-        if self._data is None:
-            path = self._work / _DATA_PATH.format(**self._place(number))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._data = (number, path, pq.ParquetWriter(path, self._schema))
-        self._data[2].write_table(table, row_group_size=len(table))
-        return self._place(number)
-
-    def _write_video(self, key: str, video: EpisodeVideo) -> dict[str, float]:
-        number, file = self._videos.get(key, (0, None))
-        if file is not None and file.nbytes + video.nbytes >= self._limits[1] * 2**20:
-            file.close()
-            number, file = number + 1, None
-        if file is None:
-            path = self._work / _VIDEO_PATH.format(video_key=key, **self._place(number))
-            file = VideoFile(path, self._video, *self.features[key].shape[:2])
-            self._videos[key] = (number, file)
-        start = file.frames / self.fps
-        file.append(video)
-        return {**self._place(number), "from_timestamp": start, "to_timestamp": file.frames / self.fps}
 
     def _write_meta(self) -> None:
         meta = self._work / "meta"
@@ -286,11 +242,11 @@ class LeRobotDatasetWriter:
     def _write_episodes(self) -> None:
         schema, number, rows = episode_schema(self.features), 0, list(self._rows)
         while rows:
-            place = self._place(number)
+            place = self._limits.place(number)
             path = self._work / _EPISODES_PATH.format(**place)
             path.parent.mkdir(parents=True, exist_ok=True)
             with pq.ParquetWriter(path, schema) as writer:
-                while rows and path.stat().st_size < self._limits[0] * 2**20:
+                while rows and path.stat().st_size < self._limits.data_mb * 2**20:
                     batch, rows = rows[:_META_ROWS], rows[_META_ROWS:]
                     marks = {f"meta/episodes/{key}": value for key, value in place.items()}
                     writer.write_table(pa.Table.from_pylist([{**row, **marks} for row in batch], schema=schema))
@@ -309,7 +265,6 @@ class LeRobotDatasetWriter:
         return stats
 
     def _info(self) -> dict[str, Any]:
-        data_mb, video_mb, chunks_size = self._limits
         return {
             "codebase_version": "v3.0",
             "fps": self.fps,
@@ -317,11 +272,11 @@ class LeRobotDatasetWriter:
             "total_episodes": self.num_episodes,
             "total_frames": self._frames,
             "total_tasks": len(self._tasks),
-            "chunks_size": chunks_size,
-            "data_files_size_in_mb": data_mb,
-            "video_files_size_in_mb": video_mb,
-            "data_path": _DATA_PATH,
-            "video_path": _VIDEO_PATH if self._cameras else None,
+            "chunks_size": self._limits.chunks_size,
+            "data_files_size_in_mb": self._limits.data_mb,
+            "video_files_size_in_mb": self._limits.video_mb,
+            "data_path": DATA_PATH,
+            "video_path": VIDEO_PATH if self._cameras else None,
             "robot_type": self.robot_type,
             "splits": {"train": f"0:{self.num_episodes}"},
         }

@@ -50,7 +50,7 @@ class DecodedCache:
             raise ConfigError(
                 "the decoded pictures do not fit in the cache",
                 where="decoded_cache_gb",
-                found=f"{needed:.2f} GB needed",
+                found=f"{needed:.2g} GB needed",
                 expected=f"at most {limit_gb} GB",
                 mend="raise decoded_cache_gb, name fewer cameras or episodes, or set it to 0",
             )
@@ -65,7 +65,7 @@ class DecodedCache:
                 "the decoded pictures cannot be written",
                 where=self._directory,
                 found=error,
-                expected=f"{needed:.2f} GB of room",
+                expected=f"{needed:.2g} GB of room",
                 mend="free some space, set TMPDIR to another disk, or set decoded_cache_gb to 0",
             ) from error
         except BaseException:

@@ -46,7 +46,12 @@ def to_numpy(column: pa.ChunkedArray, feature: Feature, where: str) -> Array:
         array = array.storage
     found = str(array.type)
     if array.null_count:
-        raise DatasetError("a column has missing values", where=where, found=f"{array.null_count} of {rows} are null")
+        raise DatasetError(
+            "a column has missing values",
+            where=where,
+            found=f"{array.null_count} of {rows} are null",
+            mend="fill them in",
+        )
     if feature.dtype == "string":
         if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
             raise _wrong_type(where, found, feature)

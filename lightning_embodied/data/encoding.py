@@ -79,7 +79,7 @@ class VideoSettings:
             trial = EpisodeVideo(self, height, width)
             trial.add(np.zeros((height, width, 3), dtype=np.uint8))
             trial.finish()
-        except (OSError, ValueError) as error:
+        except (av.FFmpegError, ValueError) as error:
             raise ConfigError(
                 "video cannot be encoded with these settings",
                 where=key,

@@ -38,14 +38,21 @@ def decode_picture(data: bytes, where: str) -> Picture:
     """
     name = next((name for magic, name in _CODECS if data.startswith(magic)), None)
     if name is None:
-        raise DatasetError("a picture is neither PNG nor JPEG", where=where, found=data[:8])
+        raise DatasetError(
+            "a picture is neither PNG nor JPEG", where=where, found=data[:8], mend="encode it as PNG or JPEG"
+        )
     # A context for each picture: FFmpeg's PNG decoder keeps state (for APNG) that spoils the next picture.
     context: Any = av.CodecContext.create(name, "r")
     context.thread_count = 1
     try:
         (frame,) = context.decode(av.Packet(data))
-    except (OSError, ValueError) as error:
-        raise DatasetError("a picture cannot be decoded", where=where, found=error, mend="record it again") from error
+    except (av.FFmpegError, ValueError) as error:
+        raise DatasetError(
+            "a picture cannot be decoded",
+            where=where,
+            found=str(getattr(error, "strerror", error)),
+            mend="record it again",
+        ) from error
     return np.array(frame.to_ndarray(format="rgb24"), dtype=np.uint8)  # a copy: the frame's memory is FFmpeg's
 
 

@@ -138,7 +138,9 @@ def _read_info(root: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DatasetError("info.json is not valid JSON", where=path, found=error, mend="restore the file") from error
     if not isinstance(info, dict):
-        raise DatasetError("info.json is not an object", where=path, found=type(info).__name__, expected="{…}")
+        raise DatasetError(
+            "info.json is not an object", where=path, found=type(info).__name__, expected="{…}", mend="restore it"
+        )
     version = info.get("codebase_version")
     if version not in SUPPORTED_VERSIONS:
         raise DatasetError(
@@ -167,14 +169,20 @@ def _read_features(info: Mapping[str, Any], path: Path) -> dict[str, Feature]:
             raise DatasetError("a feature is not described", where=where, found=value, mend="restore it") from error
         if features[key].dtype not in DTYPES:
             raise DatasetError(
-                "a feature has an unknown dtype", where=where, found=features[key].dtype, expected=", ".join(DTYPES)
+                "a feature has an unknown dtype",
+                where=where,
+                found=features[key].dtype,
+                expected=", ".join(DTYPES),
+                mend="correct it",
             )
         if features[key].is_visual and (len(features[key].shape) != 3 or features[key].shape[2] != 3):
             raise DatasetError(
                 "a picture feature is not (height, width, 3)", where=where, found=features[key].shape, mend="correct it"
             )
     if missing := [key for key in BOOKKEEPING if key not in features]:
-        raise DatasetError("info.json lacks features every dataset has", where=path, expected=", ".join(missing))
+        raise DatasetError(
+            "info.json lacks features every dataset has", where=path, expected=", ".join(missing), mend="restore it"
+        )
     return features
 
 
@@ -191,7 +199,9 @@ def _check_counts(info: Mapping[str, Any], path: Path, episodes: list[Episode], 
                 mend="restore the missing row, or renumber the episodes",
             )
         if episode.length <= 0:
-            raise DatasetError("an episode has no frames", where=f"{path.parent}: episode {position}", found=0)
+            raise DatasetError(
+                "an episode has no frames", where=f"{path.parent}: episode {position}", found=0, mend="restore its row"
+            )
     found = {
         "total_episodes": len(episodes),
         "total_frames": sum(episode.length for episode in episodes),
@@ -215,7 +225,11 @@ def _tasks_v30(root: Path) -> dict[int, str]:
     text = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
         raise DatasetError(
-            "the task table lacks a column", where=path, found=table.column_names, expected="task_index and task"
+            "the task table lacks a column",
+            where=path,
+            found=table.column_names,
+            expected="task_index and task",
+            mend="restore it",
         )
     return dict(zip(table["task_index"].to_pylist(), map(str, table[text].to_pylist()), strict=True))
 
@@ -232,9 +246,13 @@ def _json_lines(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DatasetError("a line is not valid JSON", where=f"{path}:{number}", found=error) from error
+            raise DatasetError(
+                "a line is not valid JSON", where=f"{path}:{number}", found=error, mend="restore the file"
+            ) from error
         if missing := [key for key in keys if key not in row]:
-            raise DatasetError("a line lacks a key", where=f"{path}:{number}", expected=", ".join(missing))
+            raise DatasetError(
+                "a line lacks a key", where=f"{path}:{number}", expected=", ".join(missing), mend="restore the file"
+            )
         yield row
 
 

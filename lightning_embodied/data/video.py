@@ -55,7 +55,7 @@ class PyAVDecoder:
         self._path, self._fps = path, fps
         try:
             self._container = av.open(str(path))
-        except OSError as error:
+        except (OSError, av.FFmpegError) as error:
             raise _unreadable(path, error) from error
         if not self._container.streams.video:
             raise _unreadable(path, "no video stream")
@@ -95,7 +95,8 @@ class PyAVDecoder:
         """
         try:
             return [self._reformat(self._at(time)) for time in times]
-        except OSError as error:
+        except (OSError, av.FFmpegError) as error:
+            self._current = None
             raise _unreadable(self._path, error) from error
 
     def _at(self, time: float) -> av.VideoFrame:
@@ -175,7 +176,7 @@ def _unreadable(path: Path, why: object) -> DatasetError:
     return DatasetError(
         "a video file cannot be decoded",
         where=path,
-        found=why,
+        found=why.strerror if isinstance(why, av.FFmpegError) else why,
         expected="a whole mp4 file",
         mend="copy the file again; it is truncated or damaged",
     )

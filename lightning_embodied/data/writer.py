@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -186,7 +187,7 @@ class LeRobotDatasetWriter:
             yield
         except DatasetError:
             raise
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, av.FFmpegError, pa.ArrowException) as error:
             self._abort()
             raise DatasetError(
                 "the dataset cannot be written",
@@ -198,7 +199,7 @@ class LeRobotDatasetWriter:
 
     def _abort(self) -> None:
         self._closed = True
-        with contextlib.suppress(OSError, pa.ArrowException):
+        with contextlib.suppress(OSError, av.FFmpegError, pa.ArrowException):
             self._files.close()
         shutil.rmtree(self._work, ignore_errors=True)
 

@@ -64,7 +64,7 @@ def success_table(result: EvaluationResult) -> Table:
     table.add_column("steps to success", justify="right")
     for task in (*result.tasks, None):
         rates = [str(result.success_rate(policy, task)) for policy in result.policies]
-        steps = result.steps_to_success(result.policies[0], task)
+        steps = result.steps_to_success(result.subject, task) if result.subject else None
         if task is None:
             table.add_section()
         table.add_row(task or "all tasks", *rates, "-" if steps is None else f"{steps:.0f}")

@@ -244,10 +244,11 @@ def _roll_out(
     actors = {name: _actor(name, acting, config) for name in config.policies}
     starts = survey_starts(plans, slots)
     into.training_data = _check_starts(starts, config)
+    subject = "checkpoint" if "checkpoint" in config.policies else config.policies[0]
     inference = Inference(slots.execute_steps, config.seed, config.batched)
     with progress_bar(len(plans) * len(actors), show=progress) as on_episode:
         for name, actor in actors.items():
-            swapped, record = name == "swapped", name == config.policies[0]
+            swapped, record = name == "swapped", name == subject
             own = [replace(p, expert=actor is None, swapped=swapped, record=p.record and record) for p in plans]
             run_episodes(name, actor, own, slots, into, inference=inference, on_episode=on_episode)
     _check_repeatable(into.episodes, starts)

@@ -114,24 +114,24 @@ def give_verdict(result: EvaluationResult | None) -> Verdict:
     """Says in plain words whether the robot can do the job.
 
     The words follow the interval and not the rate alone: "does the job" needs the whole interval above 80 %, "cannot"
-    the whole interval below 20 %.
+    the whole interval below 20 %; between them stands what the measured rate makes likely.
     """
-    if result is None or not result.episodes:
+    if result is None or result.subject is None:
         return Verdict("unknown", "Not known yet: this policy has not been evaluated.", [])
-    name = result.policies[0]
+    name = result.subject
     rate = result.success_rate(name)
     low, high = rate.interval
     who = POLICY_LABELS.get(name, f"the policy {name}")
-    if low >= 0.8:
-        tone, words = "good", "does the job"
-    elif low >= 0.6:
-        tone, words = "good", "does the job most of the time"
-    elif high <= 0.2:
-        tone, words = "bad", "cannot do the job"
-    elif high <= 0.5:
-        tone, words = "bad", "mostly fails at the job"
-    else:
-        tone, words = "fair", "does the job some of the time"
+    cases = [
+        (low >= 0.8, "good", "does the job"),
+        (rate.rate >= 0.8, "good", "probably does the job"),
+        (low >= 0.5, "fair", "does the job most of the time"),
+        (high <= 0.2, "bad", "cannot do the job"),
+        (rate.rate <= 0.2, "bad", "probably cannot do the job"),
+        (high <= 0.5, "bad", "mostly fails at the job"),
+        (True, "fair", "does the job some of the time"),
+    ]
+    tone, words = next((tone, words) for holds, tone, words in cases if holds)
     details = [
         f"It succeeded in {rate.successes} of {rate.episodes} episodes; "
         f"the true rate lies between {low:.0%} and {high:.0%} (Wilson's 95\u00a0% interval)."
@@ -139,11 +139,14 @@ def give_verdict(result: EvaluationResult | None) -> Verdict:
     per_task = sorted(
         (result.success_rate(name, task).rate, task) for task in result.tasks if result.select(name, task)
     )
-    if len(per_task) > 1:
+    if per_task[0][0] < per_task[-1][0]:
         details.append(f"Weakest task: {per_task[0][1]} ({result.success_rate(name, per_task[0][1])}).")
     for pair in result.comparisons():
         other = result.success_rate(pair.second)
         details.append(_versus(pair.second, other.successes, other.episodes))
+    planned_starts = len({(row.task, row.seed) for row in result.episodes})
+    if result.distinct_initial_states < planned_starts:
+        details.insert(0, f"Only {result.distinct_initial_states} of {planned_starts} starts were distinct.")
     if not result.complete:
         details.insert(0, f"Stopped early: {len(result.episodes)} of {result.planned_episodes} episodes were run.")
     return Verdict(tone, f"{who[0].upper()}{who[1:]} {words}: {rate.rate:.0%} success.", details)
@@ -173,7 +176,7 @@ def _versus(name: str, successes: int, episodes: int) -> str:
             f"Told another goal on the same scenes, it still reached the original goal in {successes} of {episodes}: "
             "the fewer, the more it listens to the instruction."
         )
-    who = POLICY_LABELS.get(name, name)
+    who = POLICY_LABELS.get(name, f"policy {name}")
     article = "An" if who[0] in "aeiou" else "The"
     return f"{article} {who} succeeded in {successes} of {episodes} from the same starts."
 
@@ -181,7 +184,7 @@ def _versus(name: str, successes: int, episodes: int) -> str:
 def _table(result: EvaluationResult) -> list[dict[str, Any]]:
     rows = []
     for task in (*result.tasks, None):
-        for series, policy in enumerate(result.policies):
+        for series, policy in enumerate(sorted(result.policies, key=lambda name: name != result.subject)):
             rate = result.success_rate(policy, task)
             if not rate.episodes:
                 continue
@@ -219,7 +222,7 @@ def _videos(result: EvaluationResult, folder: Path) -> list[dict[str, Any]]:
     videos = []
     for task, name in result.videos.items():
         path = folder / name
-        row = next((row for row in result.select(result.policies[0], task)), None) if result.policies else None
+        row = next(iter(result.select(result.subject, task)), None) if result.subject else None
         if path.is_file() and row is not None:
             data = base64.b64encode(path.read_bytes()).decode("ascii")
             videos.append({"task": task, "row": row, "source": f"data:video/mp4;base64,{data}"})

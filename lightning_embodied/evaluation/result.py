@@ -96,6 +96,11 @@ class EvaluationResult:
         return list(dict.fromkeys(row.policy for row in self.episodes))
 
     @property
+    def subject(self) -> str | None:
+        """The policy that the evaluation is about: the checkpoint's, or else the first that was run."""
+        return "checkpoint" if "checkpoint" in self.policies else next(iter(self.policies), None)
+
+    @property
     def tasks(self) -> list[str]:
         """Names of the tasks, in the order they were run."""
         return list(dict.fromkeys(row.task for row in self.episodes))
@@ -146,8 +151,8 @@ class EvaluationResult:
         return rows
 
     def comparisons(self) -> list[PairedComparison]:
-        """The first policy against each other one."""
-        return [self.compare(self.policies[0], other) for other in self.policies[1:]]
+        """The policy that the evaluation is about against each other one."""
+        return [self.compare(self.subject, other) for other in self.policies if self.subject not in (None, other)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in `results.json`; the derived numbers are there for readers without this package."""

@@ -18,6 +18,7 @@ import torch
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.evaluation import EvaluationConfig, EvaluationResult, evaluate, success_table
 from lightning_embodied.evaluation.actors import chunk_seed
+from lightning_embodied.evaluation.report import give_verdict
 from lightning_embodied.evaluation.result import write_atomically
 
 standin.register()
@@ -146,6 +147,18 @@ def test_output_directory_holds_results_and_the_first_episodes_videos(tmp_path):
     assert value["versions"]["torch"] == importlib.metadata.version("torch")
     assert {row["task"] for row in value["summary"]} == {"walk", "stroll", None}
     assert success_table(result).row_count == 3
+
+
+def test_the_checkpoint_is_the_subject_whoever_ran_first(tmp_path):
+    config = replace(CONFIG, policies=("expert", "checkpoint"))
+    result = evaluate(standin.NoisyWalker(noise=0.0), replace(config, horizon=2), output_dir=tmp_path)
+    assert result.subject == "checkpoint"
+    assert [(pair.first, pair.second) for pair in result.comparisons()] == [("checkpoint", "expert")]
+    with av.open(str(tmp_path / "videos" / "walk.mp4")) as container:
+        assert len(list(container.decode(video=0))) == 2
+    verdict = give_verdict(result)
+    assert verdict.tone == "bad"
+    assert verdict.headline == "This policy probably cannot do the job: 0% success."
 
 
 def test_results_are_replaced_whole_or_not_at_all(tmp_path):

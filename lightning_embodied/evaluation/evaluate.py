@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from lightning_embodied.errors import CheckpointError, ConfigError
+from lightning_embodied.errors import CheckpointError, ConfigError, import_extra
 from lightning_embodied.evaluation.actors import ChunkPolicy, untrained_twin
 from lightning_embodied.evaluation.console import progress_bar
 from lightning_embodied.evaluation.result import EpisodeResult, EvaluationResult, sort_episodes
@@ -26,6 +26,9 @@ from lightning_embodied.evaluation.slots import VectorSlots
 from lightning_embodied.evaluation.starts import Start, check_unseen
 from lightning_embodied.evaluation.video import write_video
 from lightning_embodied.features import Feature
+
+if TYPE_CHECKING:
+    from lightning_embodied.models import PolicySpec
 
 PolicyName = Literal["checkpoint", "expert", "untrained", "swapped"]
 """Who may be compared."""
@@ -191,12 +194,7 @@ def _load(policy: str | Path | ChunkPolicy, config: EvaluationConfig) -> tuple[C
 
 def _open_slots(config: EvaluationConfig, acting: ChunkPolicy) -> VectorSlots:
     spec = getattr(acting, "spec", None)
-    options: dict[str, Any] = {"image_size": config.image_size, "cameras": config.cameras}
-    if spec is not None:
-        pictures = {key.removeprefix("observation.images."): spec.features[key] for key in spec.cameras}
-        options["cameras"] = config.cameras or sorted(pictures) or None
-        options["image_size"] = config.image_size or next((f.shape[0] for f in pictures.values()), None)
-    given = {key: value for key, value in options.items() if value is not None}
+    given = _picture_options(config, spec)
     horizon = None if spec is None else int(spec.action_horizon)
     execute_steps = config.execute_steps or (1 if horizon is None else max(1, horizon // 2))
     if horizon is not None and execute_steps > horizon:
@@ -226,6 +224,20 @@ def _open_slots(config: EvaluationConfig, acting: ChunkPolicy) -> VectorSlots:
             expected=error.expected,
             mend="use the environment (and its cameras) that the demonstrations were collected in",
         ) from error
+
+
+def _picture_options(config: EvaluationConfig, spec: PolicySpec | None) -> dict[str, Any]:
+    """Picture size and cameras: as asked for, or else as trained, where the environment lets one choose."""
+    import_extra("gymnasium", "sim")
+    from lightning_embodied.evaluation.worker import takes_option
+
+    options: dict[str, Any] = {}
+    if spec is not None:
+        pictures = {key.removeprefix("observation.images."): spec.features[key] for key in spec.cameras}
+        trained = {"cameras": sorted(pictures), "image_size": next((f.shape[0] for f in pictures.values()), None)}
+        options = {name: value for name, value in trained.items() if value and takes_option(config.env_id, name)}
+    asked = {"cameras": config.cameras, "image_size": config.image_size}
+    return {**options, **{name: value for name, value in asked.items() if value is not None}}
 
 
 def _plans(config: EvaluationConfig) -> list[EpisodePlan]:

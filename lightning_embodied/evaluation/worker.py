@@ -6,6 +6,7 @@ over idles until it is given the next. So slots with nothing left to do cost not
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import signal
 from collections import OrderedDict
@@ -34,6 +35,13 @@ def make_environment(env_id: str, task: str, env_kwargs: dict[str, Any]) -> gymn
         raise ConfigError("there is no such environment", where="env_id", found=env_id, expected=error) from error
     except TypeError as error:
         raise ConfigError("the environment refuses its options", where=env_id, found=error) from error
+
+
+def takes_option(env_id: str, name: str) -> bool:
+    """Whether an environment's constructor has an option; false for an unknown environment."""
+    entry = gymnasium.registry[env_id].entry_point if env_id in gymnasium.registry else None
+    creator = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    return creator is not None and name in inspect.signature(creator).parameters
 
 
 @runtime_checkable

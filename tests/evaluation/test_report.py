@@ -153,7 +153,7 @@ def test_the_verdict_never_promises_more_than_the_interval(run_dir, share):
     value["episodes"] = [vars(row) for row in episodes("checkpoint", share)] + value["episodes"]
     EvaluationResult.from_dict(value).save(path)
     headline = Page(build_report(run_dir).read_text()).by_section["verdict"]
-    assert "does the job:" not in headline
+    assert "This policy does the job:" not in headline
 
 
 def test_nothing_to_report_is_one_clear_error(tmp_path):

@@ -1,0 +1,66 @@
+"""Parsers whose errors a reader can act on: the key, the closest valid one, no page of usage text.
+
+jsonargparse's own messages are turned into ours by `explain`; nothing about what is accepted changes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+from lightning_embodied.cli.explain import explain
+
+
+class ReadableErrors:
+    """Mixin before an `ArgumentParser`: `error` prints one explained message and exits with code 2."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Called by the parser for everything it cannot use.
+
+        Args:
+            message: The parser's own message.
+            ex: What was caught.
+        """
+        if not self.exit_on_error or "JSONARGPARSE_DEBUG" in os.environ:  # type: ignore[attr-defined]
+            super().error(message, ex)  # type: ignore[misc]
+        parser: Any = getattr(ex, "subcommand_parser", None) or self
+        name = parser.prog.replace(" [options]", "")
+        print(f"error: {explain(message, parser)}\n`{name} --help` lists the options", file=sys.stderr)
+        sys.exit(2)
+
+
+class CommandParser(ReadableErrors, ArgumentParser):
+    """The parser of one of our own commands; a bare `--flag` is `--flag true`."""
+
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Parses a command line.
+
+        Args:
+            args: What follows the command's name; that of the process when None.
+            rest: Of `ArgumentParser.parse_args`.
+            kwargs: Of `ArgumentParser.parse_args`.
+        """
+        given = list(sys.argv[1:] if args is None else args)
+        flags = {flag for action in self._actions if action.metavar == "{true,false}" for flag in action.option_strings}
+        for i, arg in enumerate(given):
+            if arg in flags and given[i + 1 : i + 2] not in (["true"], ["false"]):
+                given[i] = f"{arg}=true"
+        return super().parse_args(given, *rest, **kwargs)
+
+    @classmethod
+    def for_function(cls, function: Callable[..., Any], prog: str) -> CommandParser:
+        """A parser with `--config` and one option per argument of a function.
+
+        Args:
+            function: Typed, with a docstring that documents each argument.
+            prog: The command as the user types it.
+        """
+        summary = (function.__doc__ or "").partition("\n\n")[0]
+        parser = cls(prog=prog, description=" ".join(summary.split()))
+        parser.add_argument("-c", "--config", action="config", help="YAML with any of the options below.")
+        parser.add_function_arguments(function, as_group=False, fail_untyped=True)
+        return parser

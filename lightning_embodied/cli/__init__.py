@@ -6,7 +6,7 @@ Lightning, so that `--help` and `doctor` answer at once and also where one of th
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_embodied.cli.main import main
+from lightning_embodied.cli.entry import main
 
 if TYPE_CHECKING:
     from lightning_embodied.cli.lightning_cli import EmbodiedCLI

@@ -100,7 +100,8 @@ def _value(message: str, parser: ArgumentParser) -> ConfigError | None:
         return None
     given = _GIVEN.search(message)
     inner = next((got for _, got in expected if got), None)
-    kinds = [kind for kind, got in expected if got] if inner else [kind for kind, _ in expected]
+    nested = "Problem with given class_path" in message  # then what is expected of the members around it is no help
+    kinds = [kind for kind, got in expected if got or not nested] or [kind for kind, _ in expected]
     return ConfigError(
         "the value does not fit",
         where=".".join(dict.fromkeys(_KEY.findall(message))) or None,

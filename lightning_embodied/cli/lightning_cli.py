@@ -25,7 +25,7 @@ from lightning_embodied.cli.progress import progress_bar
 from lightning_embodied.cli.runs import RunDirectory
 from lightning_embodied.errors import ConfigError, import_extra
 
-WandbMode = Literal["auto", "online", "offline", "off", False]  # an unquoted `off` in YAML is False
+WandbMode = Literal["auto", "online", "offline", "disabled"]  # W&B's own words; `off` would be False in YAML
 
 _ROOMS = ("data", "packing", "models", "callbacks", "strategies")  # short class names in YAML come from here
 
@@ -102,7 +102,7 @@ class EmbodiedCLI(LightningCLI):
             type=WandbMode,
             default="auto",
             help="Weights & Biases beside metrics.csv: 'offline' writes into the run directory, 'online' sends, "
-            "'off' does neither, 'auto' is offline where wandb is installed. Not with a trainer.logger of your own.",
+            "'disabled' does neither, 'auto' is offline where wandb is installed. Not with a trainer.logger of your own.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -36,7 +36,7 @@ class ReadableErrors:
 class CommandParser(ReadableErrors, ArgumentParser):
     """The parser of one of our own commands; a bare `--flag` is `--flag true`."""
 
-    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
         """Parses a command line.
 
         Args:

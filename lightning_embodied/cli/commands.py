@@ -14,6 +14,8 @@ from typing import Any
 from lightning_embodied.errors import MissingExtraError
 
 LIGHTNING_COMMANDS = {
+    "evaluate": Command("success rates in closed loop, with intervals", "lightning_embodied.cli.evaluate:evaluate"),
+    "report": Command("a run on one HTML page, videos included", "lightning_embodied.cli.report:report"),
     "fit": "train a policy: data, model and Trainer from one YAML",
     "validate": "one pass over the validation data with a checkpoint",
     "test": "one pass over the test data with a checkpoint",
@@ -41,6 +43,8 @@ class Command:
 
 
 COMMANDS = {
+    "evaluate": Command("success rates in closed loop, with intervals", "lightning_embodied.cli.evaluate:evaluate"),
+    "report": Command("a run on one HTML page, videos included", "lightning_embodied.cli.report:report"),
     "stats": Command("exact statistics of a dataset's features", "lightning_embodied.cli.stats:stats"),
     "doctor": Command("what this machine has, what is missing, how to get it", "lightning_embodied.cli.doctor:doctor"),
 }

@@ -102,7 +102,7 @@ class EmbodiedCLI(LightningCLI):
             type=WandbMode,
             default="auto",
             help="Weights & Biases beside metrics.csv: 'offline' writes into the run directory, 'online' sends, "
-            "'disabled' does neither, 'auto' is offline where wandb is installed. Not with a trainer.logger of your own.",
+            "'disabled' does neither, 'auto' is offline where wandb is installed. Not with your own trainer.logger.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

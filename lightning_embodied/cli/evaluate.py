@@ -1,0 +1,24 @@
+"""`lightning-embodied evaluate`: success rates with intervals, in closed loop, from starts nobody has trained on."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning_embodied.evaluation import EvaluationConfig, success_table
+from lightning_embodied.evaluation import evaluate as run_evaluation
+
+
+def evaluate(checkpoint: str, *, output_dir: str | None = None, **settings: Any) -> None:
+    """Measures a policy's success rate in closed loop, next to the expert and an untrained policy.
+
+    Args:
+        checkpoint: A checkpoint file, or a run directory for its newest checkpoint.
+        output_dir: Where `results.json` and `videos/` go; default: `evaluation` in the checkpoint's run directory.
+        settings: Of `EvaluationConfig`.
+    """
+    from rich.console import Console
+
+    config = EvaluationConfig(**settings)
+    result = run_evaluation(checkpoint, config, output_dir=output_dir, progress=sys.stdout.isatty())
+    Console().print(success_table(result))

@@ -77,7 +77,7 @@ quickstart: $(VENV)/.rendering
 	@$(BIN)/lightning-embodied evaluate --checkpoint $(RUN) --config configs/evaluate_metaworld.yaml
 	@echo
 	@echo "4/4  Everything on one page: data, configuration, curves, success table, a video of each task."
-	@$(BIN)/lightning-embodied report $(RUN)
+	@$(BIN)/lightning-embodied report --run_dir $(RUN)
 	@echo
 	@echo "Open $(RUN)/report.html in a browser. For your own data: README.md, 'Your own data'."
 

@@ -14,8 +14,6 @@ from typing import Any
 from lightning_embodied.errors import MissingExtraError
 
 LIGHTNING_COMMANDS = {
-    "evaluate": Command("success rates in closed loop, with intervals", "lightning_embodied.cli.evaluate:evaluate"),
-    "report": Command("a run on one HTML page, videos included", "lightning_embodied.cli.report:report"),
     "fit": "train a policy: data, model and Trainer from one YAML",
     "validate": "one pass over the validation data with a checkpoint",
     "test": "one pass over the test data with a checkpoint",

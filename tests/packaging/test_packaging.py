@@ -129,7 +129,9 @@ def test_the_installed_wheel_imports_every_package_from_elsewhere(installed, tmp
 
 def test_the_installed_wheel_beside_the_source_tree(installed):
     """From the repository's root `python -c` finds the source: it must be whole too."""
-    code = f"import lightning_embodied.{', lightning_embodied.'.join(MAPPED)}; print(lightning_embodied.configs.__file__)"
+    code = (
+        f"import lightning_embodied.{', lightning_embodied.'.join(MAPPED)}; print(lightning_embodied.configs.__file__)"
+    )
     assert Path(run(installed, code, ROOT)) == ROOT / "configs" / "__init__.py"
 
 

@@ -137,10 +137,20 @@ def _torch() -> Iterator[Finding]:
 
 
 def _attention() -> Iterator[Finding]:
+    import torch
+
     from lightning_embodied.attention import attention_backends
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = next(
+        (backend.name for backend in attention_backends() if backend.available and backend.device == device), ""
+    )
     for backend in attention_backends():
-        yield Finding("attention", str(backend), "ok", "")
+        note = ", used here" if backend.name == chosen else ""
+        mend = None
+        if backend.name == "flash-attn" and device == "cuda" and not backend.available:
+            mend = "pip install 'lightning-embodied[cuda]'"
+        yield Finding("attention", backend.name, "ok" if backend.available else "missing", backend.reason + note, mend)
 
 
 def _fp8() -> Iterator[Finding]:

@@ -123,7 +123,8 @@ class EmbodiedCLI(LightningCLI):
         configured = configured if isinstance(configured, list) else [configured]
         if config.get("enable_progress_bar") is not False and not _has(configured, ProgressBar):
             callbacks = [*callbacks, progress_bar()]
-        if config.get("enable_checkpointing") is not False and not _has(configured, Checkpoint):
+        checkpoints = config.get("enable_checkpointing") is not False and not config.get("fast_dev_run")
+        if checkpoints and not _has(configured, Checkpoint):
             callbacks = [*callbacks, ModelCheckpoint(save_last=True, save_on_exception=True)]
         config["logger"] = self._loggers(config)
         return super()._instantiate_trainer(config, callbacks)

@@ -7,6 +7,7 @@ as it is), and it starts nothing before its first batch is asked for, so that a 
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -49,6 +50,11 @@ def _seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (alive := method()) is not None:
+        alive()
 
 
 class _RankBatches(Sampler[list[_Numbered]]):
@@ -167,7 +173,9 @@ class ResumableLoader(ShardedLoader):
         self._processed_before = 0
         self._restored = False
         # Lightning calls `loader.batch_sampler.sampler.set_epoch` before every epoch, as for a DistributedSampler.
-        self.batch_sampler = SimpleNamespace(sampler=SimpleNamespace(set_epoch=self._before_epoch))
+        # The hook holds no reference, so that an unused loader is freed, and its workers end, at once.
+        before_epoch = weakref.WeakMethod(self._before_epoch)
+        self.batch_sampler = SimpleNamespace(sampler=SimpleNamespace(set_epoch=lambda _: _call(before_epoch)))
 
     def __iter__(self) -> Iterator[Any]:
         if self._taken is not None:
@@ -182,7 +190,7 @@ class ResumableLoader(ShardedLoader):
             self._taken += 1
             yield batch
 
-    def _before_epoch(self, _: int) -> None:
+    def _before_epoch(self) -> None:
         if self._trainer is None:
             return
         progress.load_forgotten_states(self._trainer)

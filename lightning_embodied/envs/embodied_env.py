@@ -36,7 +36,7 @@ class EmbodiedEnv(gymnasium.Env[Observation, Action], ABC):
     an episode that is a pure function of the task and `n`; without a seed, `n` is drawn.
 
     Args:
-        max_episode_steps: Steps after which an episode is truncated.
+        episode_length: Steps after which an episode is truncated.
         terminate_on_success: Whether an episode ends at its first successful step.
         render_mode: `rgb_array` or None; how gymnasium's `render()` answers. Observations do not depend on it.
 
@@ -48,12 +48,12 @@ class EmbodiedEnv(gymnasium.Env[Observation, Action], ABC):
     fps: ClassVar[int]
     robot_type: ClassVar[str]
 
-    def __init__(self, *, max_episode_steps: int, terminate_on_success: bool, render_mode: str | None) -> None:
-        if max_episode_steps < 1:
-            raise ConfigError("an episode needs steps", where="max_episode_steps", found=max_episode_steps)
+    def __init__(self, *, episode_length: int, terminate_on_success: bool, render_mode: str | None) -> None:
+        if episode_length < 1:
+            raise ConfigError("an episode needs steps", where="episode_length", found=episode_length)
         if render_mode not in (None, "rgb_array"):
             raise ConfigError("no such render mode", where="render_mode", found=render_mode, expected="rgb_array")
-        self.max_episode_steps = max_episode_steps
+        self.episode_length = episode_length
         self.terminate_on_success = terminate_on_success
         self.render_mode = render_mode
         self.elapsed_steps = 0
@@ -137,7 +137,7 @@ class EmbodiedEnv(gymnasium.Env[Observation, Action], ABC):
         self.elapsed_steps += 1
         self.success = success
         terminated = success and self.terminate_on_success
-        truncated = not terminated and self.elapsed_steps >= self.max_episode_steps
+        truncated = not terminated and self.elapsed_steps >= self.episode_length
         return reward, terminated, truncated, {"success": success}
 
     def step(self, action: Action) -> tuple[Observation, float, bool, bool, dict[str, Any]]:

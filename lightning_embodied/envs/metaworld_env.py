@@ -7,7 +7,9 @@ Source: https://github.com/Farama-Foundation/Metaworld (Yu et al., 2019).
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from lightning_embodied.features import Feature
 
 if TYPE_CHECKING:
     from metaworld.sawyer_xyz_env import SawyerXYZEnv
-    from mujoco import MjvCamera
+    from mujoco import MjData, MjModel, MjvCamera
 
 METAWORLD_CAMERAS = ("workspace", "behindGripper", "corner", "corner2", "corner3", "corner4", "gripperPOV", "topview")
 """Views on offer: `workspace` is ours (close, from the side, hand and object in view), the others the package's."""
@@ -52,7 +54,7 @@ class MetaWorldEnv(EmbodiedEnv):
         task: Name of the task, such as `drawer-open-v3`.
         image_size: Width and height of the pictures in pixels.
         cameras: Views to render, of `METAWORLD_CAMERAS`; none needs no OpenGL.
-        max_episode_steps: Steps after which an episode is truncated, at most 500.
+        episode_length: Steps after which an episode is truncated, at most 500.
         terminate_on_success: Whether an episode ends at its first successful step.
         render_mode: `rgb_array` or None, for gymnasium's `render()`.
         render_size: Width and height of the picture `render()` returns, in pixels.
@@ -72,17 +74,17 @@ class MetaWorldEnv(EmbodiedEnv):
         *,
         image_size: int = 64,
         cameras: Sequence[str] = ("workspace",),
-        max_episode_steps: int = 300,
+        episode_length: int = 300,
         terminate_on_success: bool = True,
         render_mode: str | None = None,
         render_size: int = 192,
     ) -> None:
         super().__init__(
-            max_episode_steps=max_episode_steps, terminate_on_success=terminate_on_success, render_mode=render_mode
+            episode_length=episode_length, terminate_on_success=terminate_on_success, render_mode=render_mode
         )
-        if max_episode_steps > 500:
+        if episode_length > 500:
             raise ConfigError(
-                "Meta-World's episodes have at most 500 steps", where="max_episode_steps", found=max_episode_steps
+                "Meta-World's episodes have at most 500 steps", where="episode_length", found=episode_length
             )
         for name, size in (("image_size", image_size), ("render_size", render_size)):
             if not 8 <= size <= MAX_PICTURE_SIZE:
@@ -197,8 +199,7 @@ class MetaWorldEnv(EmbodiedEnv):
         if task == self._task:
             return
         _check_name(task, METAWORLD_INSTRUCTIONS, "task", "task")
-        environments = import_extra("metaworld.env_dict", "sim").ALL_V3_ENVIRONMENTS
-        simulator = environments[task]()
+        simulator = _simulator_class(task)()
         simulator._partially_observable = False
         del simulator.sawyer_observation_space  # a cached property: it must be computed anew with the goal in it
         simulator._set_task_called = True
@@ -237,6 +238,22 @@ class MetaWorldExpert:
             action = self._policy.get_action(self._env.simulator_observation)
         clipped: Action = np.clip(action, -1.0, 1.0).astype(np.float32)
         return clipped
+
+
+@functools.cache
+def _simulator_class(task: str) -> type[SawyerXYZEnv]:
+    """The package's class of a task, with the scene file compiled once a process instead of once an environment."""
+    mujoco = import_mujoco()
+    compiled: dict[str, MjModel] = {}
+
+    def initialize_simulation(self: SawyerXYZEnv) -> tuple[MjModel, MjData]:
+        if self.fullpath not in compiled:
+            compiled[self.fullpath] = mujoco.MjModel.from_xml_path(self.fullpath)
+        model = copy.copy(compiled[self.fullpath])  # resets move bodies in it
+        return model, mujoco.MjData(model)
+
+    base = import_extra("metaworld.env_dict", "sim").ALL_V3_ENVIRONMENTS[task]
+    return type(base.__name__, (base,), {"_initialize_simulation": initialize_simulation})
 
 
 def _check_name(name: str, valid: Sequence[str] | dict[str, str], what: str, where: str) -> None:

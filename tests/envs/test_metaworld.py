@@ -90,7 +90,7 @@ def test_the_scripted_expert_succeeds(task: str) -> None:
 
 
 def test_random_actions_do_not_succeed_and_the_episode_is_truncated() -> None:
-    env = MetaWorldEnv("drawer-open-v3", cameras=(), max_episode_steps=30)
+    env = MetaWorldEnv("drawer-open-v3", cameras=(), episode_length=30)
     env.reset(seed=0)
     env.action_space.seed(0)
     ends = [env.advance(env.action_space.sample())[1:3] for _ in range(30)]
@@ -175,8 +175,8 @@ def test_state_only_environments_need_no_opengl() -> None:
         ({"task": "drawer-opne-v3"}, "drawer-open-v3"),
         ({"cameras": ("corner9",)}, "corner"),
         ({"image_size": 4000}, "image_size"),
-        ({"max_episode_steps": 0}, "max_episode_steps"),
-        ({"max_episode_steps": 501}, "max_episode_steps"),
+        ({"episode_length": 0}, "episode_length"),
+        ({"episode_length": 501}, "episode_length"),
         ({"render_mode": "human"}, "rgb_array"),
     ],
 )

@@ -2,7 +2,7 @@
 
 torch's `varlen_attn` is CUDA only and padding costs what it pads, so segments go to the CPU flash kernel directly.
 Neighbouring segments of equal lengths share one call: a robot batch has many short samples of few distinct lengths
-(the collator lays equal lengths side by side), and there the call, not the arithmetic, is the cost.
+(`VarlenPackingCollator(sort_by_length=True)` puts them side by side), and there the call is the cost.
 """
 
 from __future__ import annotations

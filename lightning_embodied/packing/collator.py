@@ -21,25 +21,31 @@ class VarlenPackingCollator:
         encoder: How one sample becomes tokens.
         token_budget: Most tokens a batch may have, so that the memory of a step is known; a batch over it is an
             error. `PackedBatchSampler` plans batches that fill the budget. Default: no limit.
+        sort_by_length: Lay samples of equal lengths side by side instead of in the loader's order. On the CPU they
+            then share one attention call, which pays in training with many short samples; `predict` returns its
+            results in the order of the batch.
 
     Raises:
         ConfigError: The budget is not positive.
     """
 
-    def __init__(self, encoder: SampleEncoder, token_budget: int | None = None) -> None:
+    def __init__(self, encoder: SampleEncoder, token_budget: int | None = None, sort_by_length: bool = False) -> None:
         if token_budget is not None and token_budget < 1:
             raise ConfigError("the token budget is not positive", where="VarlenPackingCollator", found=token_budget)
         self.encoder = encoder
         self.token_budget = token_budget
+        self.sort_by_length = sort_by_length
 
     def __call__(self, samples: Sequence[Sample]) -> PackedBatch:
-        """Packs `B` samples in their order.
+        """Packs `B` samples.
 
         Raises:
             DatasetError: A sample cannot be encoded, has other shapes than the first one, or is over the token
                 budget; names the sample.
         """
         encoded = [self.encoder.encode(sample) for sample in samples]
+        if self.sort_by_length:
+            encoded.sort(key=lambda sample: sample.input_ids.shape[0])
         if self.token_budget is not None:
             self._check_budget(encoded, self.token_budget)
         return pack_samples(encoded)

@@ -38,6 +38,12 @@ def test_layout():
     assert batch.loss_weight.tolist() == [1.0] * 3
 
 
+def test_equal_lengths_can_lie_side_by_side_in_their_order():
+    samples = [make_sample(cameras, seed=i) for i, cameras in enumerate([("a",), (), ("b",), (), ("a", "b")])]
+    batch = VarlenPackingCollator(ENCODER, sort_by_length=True)(samples)
+    assert batch.frame_index.tolist() == [1, 3, 0, 2, 4]
+
+
 def test_workers_collate_and_pin_like_any_collate_fn():
     loader = DataLoader(SAMPLES, batch_size=3, num_workers=1, collate_fn=VarlenPackingCollator(ENCODER))  # type: ignore[arg-type]
     (batch,) = loader

@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning_embodied.callbacks import BatchSize, GoodputMonitor
 
+from lightning_embodied.callbacks import BatchSize, GoodputMonitor
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.packing import PackedBatch
 

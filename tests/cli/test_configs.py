@@ -1,14 +1,12 @@
 """Every shipped configuration is commented, parses, and builds what it names; `tabletop`'s chain is run for real."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_embodied.callbacks import GoodputMonitor
-from lightning_embodied.cli import EmbodiedCLI, main
+from lightning_embodied.cli import EmbodiedCLI
 from lightning_embodied.cli.commands import COMMANDS, command_parser
 from lightning_embodied.cli.config_files import shipped_configs
 from lightning_embodied.data import LeRobotDataModule

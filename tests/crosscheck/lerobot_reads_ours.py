@@ -1,10 +1,10 @@
 """LeRobot itself opens a dataset that our writer wrote, and every value is compared.
 
-Not part of the test suite: LeRobot needs its own environment (Python 3.12, about 6 GB). `make crosscheck` makes one and
-runs this in two steps, since the two packages cannot share an environment:
+Not part of the test suite: LeRobot needs its own environment (Python 3.12, about 6 GB), which `make crosscheck` makes.
+Where the two packages cannot share an environment, the two steps run apart:
 
-    python lerobot_reads_ours.py write DIRECTORY      in ours: records datasets and what they should hold
-    python lerobot_reads_ours.py compare DIRECTORY    in LeRobot's: opens them with LeRobotDataset and compares
+    python -m tests.crosscheck.lerobot_reads_ours write DIRECTORY      records datasets and what they should hold
+    python -m tests.crosscheck.lerobot_reads_ours compare DIRECTORY    opens them with LeRobotDataset and compares
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ def test_negative_and_outside_indices():
         ("lerobot_v30_chunks", "fork", 0.0),
         ("lerobot_v30_chunks", "fork", 0.1),
         ("lerobot_v30_image", "fork", 0.0),
-        ("lerobot_v30_chunks", "spawn", 0.0),
-        ("lerobot_v30_chunks", "spawn", 0.1),
+        pytest.param("lerobot_v30_chunks", "spawn", 0.0, marks=pytest.mark.slow),
+        pytest.param("lerobot_v30_chunks", "spawn", 0.1, marks=pytest.mark.slow),
     ],
 )
 def test_workers_give_the_same_samples(name, context, cache_gb):

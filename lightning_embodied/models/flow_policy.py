@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_embodied.attention import PrefixSuffixLayout
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.augmentation import picture_positions
 from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
@@ -23,8 +24,6 @@ from lightning_embodied.models.transformer import (
     ActionExpert,
     KeyValue,
     PrefixTransformer,
-    Segments,
-    SuffixLayout,
 )
 from lightning_embodied.packing import PackedBatch
 
@@ -98,7 +97,7 @@ class FlowMatchingPolicy(PolicyModule):
     def embed_prefix(self, batch: PackedBatch) -> Tensor:
         """Embeddings `[T, width]` of a batch's pictures, instructions and states."""
         tokens: Tensor = self.token_embedding(batch.input_ids)
-        if batch.pixel_values.shape[0]:
+        if self.spec.cameras:  # also for a batch without pictures: every rank must use every parameter
             index = self.camera_indices(batch)
             pictures = self.image_stem(batch.pixel_values) + self.image_positions + self.camera_embedding[index, None]
             tokens = tokens.index_copy(0, picture_positions(batch, self.encoder), pictures.flatten(0, 1))
@@ -110,12 +109,12 @@ class FlowMatchingPolicy(PolicyModule):
     def camera_indices(self, batch: PackedBatch) -> Tensor:
         """Which of the spec's cameras each picture is from: int64 `[N]`."""
         names = {name: index for index, name in enumerate(self.spec.cameras)}
-        return torch.tensor([names[key] for key in batch.image_keys], device=batch.input_ids.device)
+        return torch.tensor([names[key] for key in batch.image_keys], dtype=torch.int64, device=batch.input_ids.device)
 
     def encode_prefix(self, batch: PackedBatch) -> list[KeyValue]:
         """Keys and values of every layer: all that the action expert reads of the observations."""
-        segments = Segments(batch.cu_seqlens, batch.max_seqlen)
-        cache: list[KeyValue] = self.prefix(self.embed_prefix(batch), batch.position_ids, segments)
+        tokens = self.embed_prefix(batch)
+        cache: list[KeyValue] = self.prefix(tokens, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
         return cache
 
     def forward(self, batch: PackedBatch, noise: Tensor | None = None, time: Tensor | None = None) -> LossTerms:
@@ -149,7 +148,7 @@ class FlowMatchingPolicy(PolicyModule):
 
         Args:
             batch: `B` observations.
-            generator: Source of the noise; see `sampling_seed`.
+            generator: Source of the noise, one generator or one a row; default: see `sampling_seed`.
             noise: `[B, H, A]` to start from, in place of a draw.
 
         Returns:
@@ -162,5 +161,6 @@ class FlowMatchingPolicy(PolicyModule):
         return euler_sample(lambda x, t: self.expert(x, t, cache, layout), noise, self.denoising_steps)
 
     @staticmethod
-    def _layout(batch: PackedBatch, horizon: int, draws: int) -> SuffixLayout:
-        return SuffixLayout(Segments(batch.cu_seqlens, batch.max_seqlen), batch.num_tokens, horizon, draws)
+    def _layout(batch: PackedBatch, horizon: int, draws: int) -> PrefixSuffixLayout:
+        lengths = batch.cu_seqlens.diff().tolist()
+        return PrefixSuffixLayout(lengths, [horizon], draws, batch.cu_seqlens.device)

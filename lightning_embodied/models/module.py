@@ -30,9 +30,8 @@ from lightning_embodied.models.optimization import adamw, warmup_cosine
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.packing import PackedBatch, SampleEncoder
 
-
 Generators = torch.Generator | Sequence[torch.Generator]
-"""Source of sampling noise: one generator for a batch, or one a row, which makes a row independent of its neighbours."""
+"""Source of sampling noise: one for a batch, or one a row, which makes a row independent of its neighbours."""
 
 
 class PolicyModule(LightningModule):
@@ -74,7 +73,8 @@ class PolicyModule(LightningModule):
         sampling_seed: int | None = 0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()  # the subclass's arguments as well
+        # The subclass's arguments as well; not what LightningCLI adds, so that they are arguments and nothing else.
+        self.save_hyperparameters(ignore=["_class_path", "_instantiator"])
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.warmup = warmup
@@ -118,7 +118,7 @@ class PolicyModule(LightningModule):
         """
         shape = (self.spec.action_horizon, self.action_normalizer.dim)
         if isinstance(generator, Sequence):
-            noise = torch.cat([torch.randn(1, *shape, generator=own, device=own.device) for own in generator])
+            noise = torch.stack([torch.randn(shape, generator=one, device=one.device) for one in generator])
         elif generator is not None:
             noise = torch.randn(batch_size, *shape, generator=generator, device=generator.device)
         elif self.sampling_seed is not None:
@@ -142,7 +142,7 @@ class PolicyModule(LightningModule):
         Args:
             observations: `observation.images.<camera>` uint8 `[B, C, H, W]`, state vectors `[B, D]` in the dataset's
                 units, `task`: list of `B` instructions; on any device. A camera that is missing is left out.
-            generator: Source of the sampling noise, one for all or one a row; default: see `sampling_seed`.
+            generator: Source of the sampling noise, one generator or one a row; default: see `sampling_seed`.
 
         Returns:
             float32 `[B, H, A]` in the dataset's units, on the policy's device, not clipped.
@@ -261,7 +261,7 @@ class PolicyModule(LightningModule):
 
 
 def _plain_arguments(policy: PolicyModule) -> dict[str, Any]:
-    arguments = {key: value for key, value in dict(policy.hparams).items() if not key.startswith("_")}
+    arguments = dict(policy.hparams)
     for key, value in arguments.items():
         if not _is_plain(value):
             raise ConfigError(

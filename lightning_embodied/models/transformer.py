@@ -8,11 +8,11 @@ What the last layer would make of the prefix itself is never read, so it is not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lightning_embodied.attention import PrefixSuffixLayout, varlen_attention
 from lightning_embodied.models.layers import (
     GatedMLP,
     RotaryEmbedding,
@@ -21,23 +21,9 @@ from lightning_embodied.models.layers import (
     rms_norm,
     rotate,
 )
-from lightning_embodied.models.padded_attention import varlen_attention
 
 KeyValue = tuple[Tensor, Tensor]
 Rotation = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Where each sample's tokens lie.
-
-    Attributes:
-        cu_seqlens: int32 `[B + 1]`.
-        max_seqlen: Longest sample in tokens.
-    """
-
-    cu_seqlens: Tensor
-    max_seqlen: int
 
 
 class PrefixLayer(nn.Module):
@@ -59,13 +45,13 @@ class PrefixLayer(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(width))
         self.mlp = GatedMLP(width, mlp_width)
 
-    def forward(self, x: Tensor, rotation: Rotation, segments: Segments) -> tuple[Tensor, KeyValue]:
+    def forward(self, x: Tensor, rotation: Rotation, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, KeyValue]:
         """`[T, width]` to the same, and the layer's keys and values `[T, heads, head_dim]`."""
         qkv = self.qkv(rms_norm(x, self.attention_norm)).view(x.shape[0], 3 * self.heads, self.head_dim)
         rotated, value = rotate(qkv[:, : 2 * self.heads], rotation), qkv[:, 2 * self.heads :]
         query, key = rotated.chunk(2, dim=1)
-        cu, longest = segments.cu_seqlens, segments.max_seqlen
-        x = x + self.attention_out(varlen_attention(query, key, value, cu, cu, longest, longest).flatten(1))
+        attended = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        x = x + self.attention_out(attended.flatten(1))
         return x + self.mlp(rms_norm(x, self.mlp_norm)), (key, value)
 
 
@@ -110,46 +96,14 @@ class PrefixTransformer(nn.Module):
         )
         self.last = LastPrefixLayer(width=width, heads=heads, head_dim=head_dim)
 
-    def forward(self, x: Tensor, position_ids: Tensor, segments: Segments) -> list[KeyValue]:
+    def forward(self, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> list[KeyValue]:
         """`[T, width]` at positions `[T]` to one pair of `[T, heads, head_dim]` per layer."""
         rotation = self.rotary(position_ids)
         cache: list[KeyValue] = []
         for layer in self.layers:
-            x, key_value = layer(x, rotation, segments)
+            x, key_value = layer(x, rotation, cu_seqlens, max_seqlen)
             cache.append(key_value)
         return [*cache, self.last(x, rotation)]
-
-
-class SuffixLayout:
-    """How `R` action chunks per sample read the packed prefixes: an exact, mask-free variable-length layout.
-
-    The keys of chunk `n = b * R + r` are the prefix of sample `b` followed by the chunk's own, so one attention call
-    serves all chunks. Built once per batch, used by every layer.
-
-    Args:
-        prefix: Where each sample's prefix lies.
-        num_tokens: Prefix tokens in all.
-        horizon: Tokens per chunk.
-        draws: Chunks per sample, `R`.
-    """
-
-    def __init__(self, prefix: Segments, num_tokens: int, horizon: int, draws: int = 1) -> None:
-        starts = prefix.cu_seqlens[:-1].long().repeat_interleave(draws)
-        lengths = prefix.cu_seqlens.diff().long().repeat_interleave(draws)
-        chunks, device = lengths.shape[0], lengths.device
-        self.queries = Segments(torch.arange(chunks + 1, device=device, dtype=torch.int32) * horizon, horizon)
-        ends = (lengths + horizon).cumsum(0)
-        self.keys = Segments(torch.cat((ends.new_zeros(1), ends)).int(), prefix.max_seqlen + horizon)
-        total = draws * num_tokens + chunks * horizon
-        chunk = torch.arange(chunks, device=device).repeat_interleave(lengths + horizon, output_size=total)
-        offset = torch.arange(total, device=device) - (ends - lengths - horizon)[chunk]
-        own = num_tokens + chunk * horizon + offset - lengths[chunk]
-        self.gather = torch.where(offset < lengths[chunk], starts[chunk] + offset, own)
-        self.position_ids = (lengths[:, None] + torch.arange(horizon, device=device)).flatten()
-
-    def join(self, prefix: Tensor, suffix: Tensor) -> Tensor:
-        """Prefix `[T, ...]` and chunk rows `[B * R * H, ...]` in the order of the keys."""
-        return torch.cat((prefix, suffix)).index_select(0, self.gather)
 
 
 class ExpertLayer(nn.Module):
@@ -171,7 +125,7 @@ class ExpertLayer(nn.Module):
         self.mlp = GatedMLP(width, mlp_width)
 
     def forward(
-        self, x: Tensor, condition: Tensor, prefix: KeyValue, rotation: Rotation, layout: SuffixLayout
+        self, x: Tensor, condition: Tensor, prefix: KeyValue, rotation: Rotation, layout: PrefixSuffixLayout
     ) -> Tensor:
         """Chunks `[N, H, width]` and their condition `[N, width]` to `[N, H, width]`."""
         parts = self.modulation(condition)[:, None].chunk(6, dim=-1)
@@ -179,15 +133,7 @@ class ExpertLayer(nn.Module):
         qkv = self.qkv(modulate(x, scale, shift)).view(-1, 3 * self.heads, self.head_dim)
         rotated, value = rotate(qkv[:, : 2 * self.heads], rotation), qkv[:, 2 * self.heads :]
         query, key = rotated.chunk(2, dim=1)
-        attended = varlen_attention(
-            query,
-            layout.join(prefix[0], key),
-            layout.join(prefix[1], value),
-            layout.queries.cu_seqlens,
-            layout.keys.cu_seqlens,
-            layout.queries.max_seqlen,
-            layout.keys.max_seqlen,
-        )
+        attended = layout.attend(query, prefix, (key, value))
         x = torch.addcmul(x, self.attention_out(attended.reshape(*x.shape[:2], -1)), gate)
         return torch.addcmul(x, self.mlp(modulate(x, mlp_scale, mlp_shift)), mlp_gate)
 
@@ -215,7 +161,7 @@ class ActionExpert(nn.Module):
         self.final_modulation = modulation(width, gates=0)
         self.action_out = nn.Linear(width, action_dim)
 
-    def forward(self, noisy: Tensor, time: Tensor, cache: Sequence[KeyValue], layout: SuffixLayout) -> Tensor:
+    def forward(self, noisy: Tensor, time: Tensor, cache: Sequence[KeyValue], layout: PrefixSuffixLayout) -> Tensor:
         """Velocities of `noisy` chunks `[N, H, A]` at flow times `[N]`."""
         rotation = self.rotary(layout.position_ids)
         condition = self.time(time)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch.utils.data import DataLoader
 
 from lightning_embodied.features import Feature, FeatureStats
 from lightning_embodied.models import FlowMatchingPolicy, PolicySpec
@@ -96,5 +100,41 @@ def observations_of(samples: list[dict], cameras=CAMERAS) -> dict:
 
 
 @pytest.fixture
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
 def policy() -> FlowMatchingPolicy:
     return make_policy()
+
+
+class TinyDataModule(LightningDataModule):
+    """Synthetic samples behind the attributes that a policy reads off a DataModule."""
+
+    features, stats = make_spec().features, make_spec().stats
+    action_horizon, fps, tasks, robot_type, dataset_fingerprint = HORIZON, 10, list(TASKS), "arm", "abc"
+
+    def __init__(self, samples: list[dict], batch_size: int) -> None:
+        super().__init__()
+        self.samples, self.batch_size, self.collator = samples, batch_size, make_collator()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.samples, self.batch_size, collate_fn=self.collator)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.samples, self.batch_size, collate_fn=self.collator)
+
+
+def make_trainer(**arguments) -> Trainer:
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    return Trainer(**{**quiet, **arguments})

@@ -44,6 +44,12 @@ def test_every_parameter_learns(policy):
     assert all(bool(g.abs().max() > 0) for g in found.values()), [n for n, g in found.items() if not g.abs().max() > 0]
 
 
+def test_every_parameter_takes_part_even_without_pictures(policy):
+    samples = [sample for sample in make_samples(8) if not any(camera in sample for camera in CAMERAS)]
+    found = gradients(policy, policy(make_collator()(samples)).total)  # else ranks would wait for each other forever
+    assert found.keys() == dict(policy.named_parameters()).keys()
+
+
 def test_samples_do_not_see_each_other(policy):
     collate, samples = make_collator(), make_samples(6)
     noise = torch.randn(6, HORIZON, ACTION)
@@ -117,6 +123,14 @@ def test_generator_decides_the_noise():
     )
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
+
+
+def test_a_generator_for_each_row_makes_rows_independent(policy):
+    observations = observations_of([make_samples(4)[3]] * 3)
+    rows = [torch.Generator().manual_seed(seed) for seed in (1, 2, 1)]
+    first, second, third = policy.predict_action_chunk(observations, generator=rows)
+    assert torch.allclose(first, third, atol=1e-5)
+    assert not torch.allclose(first, second)
 
 
 def test_missing_camera_is_left_out_not_zeroed(policy):

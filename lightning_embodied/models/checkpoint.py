@@ -27,7 +27,7 @@ def load_policy(checkpoint: str | Path, map_location: str | torch.device = "cpu"
         map_location: Device to load onto.
 
     Returns:
-        The policy in evaluation mode. It holds averaged weights where the run kept an average
+        The policy in evaluation mode (`.train()` to train it on). It holds averaged weights where the run kept an average
         (`EMAWeightAveraging`).
 
     Raises:

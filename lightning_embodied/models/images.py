@@ -14,7 +14,8 @@ from lightning_embodied.errors import ConfigError
 class ConvStem(nn.Module):
     """Patch embedding by convolutions: one token per `patch_size` x `patch_size` pixels.
 
-    The picture is first folded by 4 (no pixel is lost), then halved by 3 x 3 convolutions until a patch is one cell.
+    The first convolution (8 x 8) reduces the picture by 4, the next ones (3 x 3) halve it until a patch is one cell.
+    No pictures at all (`N = 0`) give no tokens and zero gradients.
 
     Args:
         patch_size: Side of a patch in pixels; a power of two, at least 4.
@@ -34,7 +35,7 @@ class ConvStem(nn.Module):
                 found=patch_size,
                 expected="4, 8, 16, 32 …",
             )
-        layers: list[nn.Module] = [nn.PixelUnshuffle(4), nn.Conv2d(3 * 16, channels, 3, padding=1), nn.SiLU()]
+        layers: list[nn.Module] = [nn.Conv2d(3, channels, 8, stride=4, padding=2), nn.SiLU()]
         for _ in range(patch_size.bit_length() - 3):
             layers += [nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1), nn.SiLU()]
             channels *= 2

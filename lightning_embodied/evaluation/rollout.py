@@ -17,27 +17,9 @@ from numpy.typing import NDArray
 
 from lightning_embodied.evaluation.actors import ChunkPolicy, as_tensors, chunk_seed, predict
 from lightning_embodied.evaluation.console import OnEpisode
+from lightning_embodied.evaluation.plan import EpisodePlan
 from lightning_embodied.evaluation.result import Effort, EpisodeResult
 from lightning_embodied.evaluation.starts import Start
-
-
-@dataclass(frozen=True)
-class EpisodePlan:
-    """An episode to run.
-
-    Attributes:
-        task: Task name of the environment.
-        seed: Seed of its reset, which together with the task decides the initial state.
-        expert: Whether the environment's scripted expert acts instead of a policy.
-        swapped: Whether the policy is told another goal than the environment's.
-        record: Whether to keep its frames for a video.
-    """
-
-    task: str
-    seed: int
-    expert: bool = False
-    swapped: bool = False
-    record: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_embodied.errors import ConfigError, import_extra
-from lightning_embodied.evaluation.rollout import EpisodePlan, SlotStep
+from lightning_embodied.evaluation.plan import EpisodePlan
+from lightning_embodied.evaluation.rollout import SlotStep
 from lightning_embodied.features import Feature
-
-if TYPE_CHECKING:
-    from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 
 class VectorSlots:
@@ -29,7 +27,7 @@ class VectorSlots:
         tasks: Task names that episodes may have.
         env_kwargs: Options of the environment besides `task`.
         num_slots: Episodes at once.
-        asynchronous: One process a slot, else all in this process.
+        asynchronous: Step the slots in worker processes, one a usable core, else in this process.
         execute_steps: Steps of a chunk.
         horizon: Steps after which an episode has failed; None for the environment's own limit.
 
@@ -50,37 +48,28 @@ class VectorSlots:
         horizon: int | None,
     ) -> None:
         import_extra("gymnasium", "sim")
-        from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-
+        from lightning_embodied.envs import SlotVectorEnv, default_workers
         from lightning_embodied.evaluation.worker import EpisodeWorker
 
         self.num_slots = num_slots
         self.execute_steps = execute_steps
-        workers = [
-            partial(
-                EpisodeWorker,
-                slot,
-                env_id=env_id,
-                tasks=list(tasks),
-                env_kwargs=dict(env_kwargs),
-                execute_steps=execute_steps,
-                horizon=horizon,
-            )
-            for slot in range(num_slots)
-        ]
-        self._envs: SyncVectorEnv | AsyncVectorEnv
-        if asynchronous:
-            self._envs = AsyncVectorEnv(workers, autoreset_mode=AutoresetMode.DISABLED)
-        else:
-            self._envs = SyncVectorEnv(workers, autoreset_mode=AutoresetMode.DISABLED)
+        factory = partial(
+            EpisodeWorker,
+            env_id=env_id,
+            tasks=list(tasks),
+            env_kwargs=dict(env_kwargs),
+            execute_steps=execute_steps,
+            horizon=horizon,
+        )
+        self._envs = SlotVectorEnv([factory] * num_slots, default_workers(num_slots) if asynchronous else 0)
         self._observations: dict[str, NDArray[Any]] = {}
-        self._closed = False
 
     def reset(self, plans: Mapping[int, EpisodePlan]) -> dict[int, str]:
         """Starts episodes in some slots."""
         mask = np.zeros(self.num_slots, dtype=bool)
         mask[list(plans)] = True
-        self._observations, infos = self._envs.reset(options={"reset_mask": mask, "plans": dict(plans)})
+        options = [{"plan": plans[slot]} if slot in plans else None for slot in range(self.num_slots)]
+        self._observations, infos = self._envs.reset(options={"reset_mask": mask, "slots": options})
         return {slot: str(infos["instruction"][slot]) for slot in plans}
 
     def observe(self, slots: Sequence[int]) -> dict[str, NDArray[Any]]:
@@ -94,8 +83,8 @@ class VectorSlots:
         for slot, chunk in chunks.items():
             if chunk is not None:
                 actions[slot] = chunk
-        self._observations, _, _, _, infos = self._envs.step(actions)
-        done, success, steps = (infos[name] for name in ("done", "success", "steps"))
+        self._observations, _, done, _, infos = self._envs.step(actions)
+        success, steps = infos["success"], infos["steps"]
         return {slot: SlotStep(bool(done[slot]), bool(success[slot]), int(steps[slot])) for slot in chunks}
 
     def frames(self, slot: int) -> list[NDArray[np.uint8]]:
@@ -114,12 +103,6 @@ class VectorSlots:
             raise ConfigError("the environment does not say its features and fps", found=(features, fps))
         return dict(features), float(fps)
 
-    def close(self, *, terminate: bool = False) -> None:
-        """Closes the environments.
-
-        Args:
-            terminate: End worker processes that may be in the middle of a step.
-        """
-        if not self._closed:
-            self._closed = True
-            self._envs.close(**({"terminate": True} if terminate and hasattr(self._envs, "processes") else {}))
+    def close(self) -> None:
+        """Closes the environments and ends the worker processes."""
+        self._envs.close()

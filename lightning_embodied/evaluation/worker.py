@@ -1,14 +1,12 @@
 """What runs in a slot: an environment per task, stepped by action chunks or by its scripted expert.
 
-To the vector environment a worker never ends; whether its episode is over is in `info`, and a slot whose episode is
-over idles until it is given the next. So slots with nothing left to do cost nothing and need no special case.
+A worker adds to the environment what a comparison needs: the expert in the policy's place, another goal's instruction,
+a horizon, and pictures of the episode. It looks at the world at chunk boundaries only.
 """
 
 from __future__ import annotations
 
 import inspect
-import multiprocessing
-import signal
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -31,7 +29,7 @@ def make_environment(env_id: str, task: str, env_kwargs: dict[str, Any]) -> gymn
     """
     try:
         return gymnasium.make(env_id, task=task, **env_kwargs)
-    except gymnasium.error.Error as error:
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise ConfigError("there is no such environment", where="env_id", found=env_id, expected=error) from error
     except TypeError as error:
         raise ConfigError("the environment refuses its options", where=env_id, found=error) from error
@@ -39,7 +37,10 @@ def make_environment(env_id: str, task: str, env_kwargs: dict[str, Any]) -> gymn
 
 def takes_option(env_id: str, name: str) -> bool:
     """Whether an environment's constructor has an option; false for an unknown environment."""
-    entry = gymnasium.registry[env_id].entry_point if env_id in gymnasium.registry else None
+    try:
+        entry = gymnasium.spec(env_id).entry_point
+    except (gymnasium.error.Error, ModuleNotFoundError):
+        return False
     creator = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     return creator is not None and name in inspect.signature(creator).parameters
 
@@ -62,7 +63,6 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
     """One slot.
 
     Args:
-        slot: Which slot of the vector environment.
         env_id: Gymnasium id.
         tasks: Task names; the first one's spaces are those of all.
         env_kwargs: Options of the environment besides `task`.
@@ -72,7 +72,6 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
 
     def __init__(
         self,
-        slot: int,
         *,
         env_id: str,
         tasks: Sequence[str],
@@ -80,9 +79,7 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
         execute_steps: int,
         horizon: int | None,
     ) -> None:
-        if multiprocessing.parent_process() is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
-        self._slot, self._env_id, self._env_kwargs, self._horizon = slot, env_id, env_kwargs, horizon
+        self._env_id, self._env_kwargs, self._horizon = env_id, env_kwargs, horizon
         self._environments: OrderedDict[str, gymnasium.Env[Any, Any]] = OrderedDict()
         self._env = self._environment(tasks[0])
         self.observation_space = self._env.observation_space
@@ -103,28 +100,30 @@ class EpisodeWorker(gymnasium.Env[dict[str, Any], NDArray[Any]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Starts the episode that `options["plans"][slot]` describes."""
-        self._plan = (options or {})["plans"][self._slot]
+        """Starts the episode that `options["plan"]` describes."""
+        self._plan = (options or {})["plan"]
         self._env = self._environment(self._plan.task)
         self._observation, _ = self._env.reset(seed=self._plan.seed)
         unwrapped = self._unwrapped
         self._expert = unwrapped.expert() if self._plan.expert else None
         self._done, self._success, self._steps, self._frames = False, False, 0, []
         self._record()
-        instruction = unwrapped.other_instruction if self._plan.swapped else unwrapped.instruction
+        instruction = unwrapped.instruction
+        if self._plan.swapped:
+            instruction = getattr(unwrapped, "other_instruction", None)
+        if instruction is None:
+            raise ConfigError("the environment has no other goal to swap in", where=self._env_id, found="swapped")
         return self._observation, {"instruction": instruction}
 
     def step(self, action: NDArray[Any]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Executes a chunk `[K, A]` (which the expert ignores) until the episode ends."""
-        if not self._done:
-            for row in action:
-                if self._advance(np.clip(row, *self._bounds) if self._expert is None else self._expert.act()):
-                    break
-            if self._looks_apart:
-                self._observation = self._unwrapped.observe()
-            self._record()
-        info = {"done": self._done, "success": self._success, "steps": self._steps}
-        return self._observation, 0.0, False, False, info
+        for row in action:
+            if self._advance(np.clip(row, *self._bounds) if self._expert is None else self._expert.act()):
+                break
+        if self._looks_apart:
+            self._observation = self._unwrapped.observe()
+        self._record()
+        return self._observation, 0.0, self._done, False, {"success": self._success, "steps": self._steps}
 
     def recorded_frames(self) -> list[NDArray[np.uint8]]:
         """Pictures `[H, W, 3]` at the chunk boundaries of the episode, if its plan asked for them."""

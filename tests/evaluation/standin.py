@@ -8,7 +8,8 @@ from lightning_embodied.errors import ConfigError
 from lightning_embodied.features import Feature
 
 GOALS = {"left": np.array([-1.0, -1.0]), "right": np.array([1.0, 1.0])}
-ENV_ID = "standin/Reach-v0"
+NAME = "standin/Reach-v0"
+ENV_ID = f"standin:{NAME}"  # gymnasium imports this module first, in worker processes too
 
 
 class Expert:
@@ -23,13 +24,13 @@ class ReachEnv(gymnasium.Env):
     fps = 10
     robot_type = "point"
 
-    def __init__(self, task="walk", image_size=16, cameras=("top",), forgetful=False):
+    def __init__(self, task="walk", image_size=16, cameras=("top",), forgetful=False, goals=2):
         if task not in ("walk", "stroll"):
             raise ConfigError("there is no such task", where="task", found=task, expected="walk, stroll")
         for camera in cameras:
             if camera != "top":
                 raise ConfigError("there is no such camera", where="cameras", found=camera, expected="top")
-        self.task, self.size, self.forgetful = task, image_size, forgetful
+        self.task, self.size, self.forgetful, self.goals = task, image_size, forgetful, goals
         box = gymnasium.spaces.Box
         self.observation_space = gymnasium.spaces.Dict(
             {
@@ -50,6 +51,8 @@ class ReachEnv(gymnasium.Env):
 
     @property
     def other_instruction(self):
+        if self.goals == 1:
+            return None
         return f"{self.task} {'left' if self.side == 'right' else 'right'}"
 
     def expert(self):
@@ -103,6 +106,5 @@ class GlobalWalker(NoisyWalker):
         return chunk + self.noise * torch.randn(chunk.shape)
 
 
-def register():
-    if ENV_ID not in gymnasium.registry:
-        gymnasium.register(ENV_ID, entry_point=ReachEnv)
+if NAME not in gymnasium.registry:
+    gymnasium.register(NAME, entry_point=ReachEnv)

@@ -15,7 +15,6 @@ from lightning_embodied.features import STATISTICS, Feature, FeatureStats
 from lightning_embodied.models import FlowMatchingPolicy, PolicySpec
 from lightning_embodied.packing import SampleEncoder
 
-standin.register()
 CONFIG = EvaluationConfig(
     env_id=standin.ENV_ID,
     tasks=("walk", "stroll"),

@@ -21,7 +21,6 @@ from lightning_embodied.evaluation.actors import chunk_seed
 from lightning_embodied.evaluation.report import give_verdict
 from lightning_embodied.evaluation.result import write_atomically
 
-standin.register()
 CONFIG = EvaluationConfig(
     env_id=standin.ENV_ID,
     tasks=("walk", "stroll"),
@@ -116,6 +115,7 @@ def test_an_environment_that_forgets_its_seed_is_refused():
     ("change", "message"),
     [
         ({"tasks": ("wlak",)}, "no such task"),
+        ({"policies": ("checkpoint", "swapped"), "env_kwargs": {"goals": 1}}, "no other goal"),
         ({"env_id": "standin/Raech-v0"}, "no such environment"),
         ({"env_kwargs": {"imagesize": 3}}, "refuses its options"),
     ],

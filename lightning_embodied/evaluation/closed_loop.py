@@ -20,8 +20,9 @@ import torch
 from lightning_embodied.errors import CheckpointError, ConfigError, import_extra
 from lightning_embodied.evaluation.actors import ChunkPolicy, untrained_twin
 from lightning_embodied.evaluation.console import progress_bar
+from lightning_embodied.evaluation.plan import EpisodePlan
 from lightning_embodied.evaluation.result import EpisodeResult, EvaluationResult, sort_episodes
-from lightning_embodied.evaluation.rollout import EpisodePlan, Inference, Rollouts, run_episodes, survey_starts
+from lightning_embodied.evaluation.rollout import Inference, Rollouts, run_episodes, survey_starts
 from lightning_embodied.evaluation.slots import VectorSlots
 from lightning_embodied.evaluation.starts import Start, check_unseen
 from lightning_embodied.evaluation.video import write_video
@@ -145,7 +146,7 @@ def evaluate(
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        slots.close(terminate=interrupted)
+        slots.close()
     result = EvaluationResult(
         episodes=sort_episodes(rollouts.episodes, list(config.policies), list(config.tasks)),
         settings=_plain({**asdict(config), "execute_steps": slots.execute_steps}),
@@ -255,6 +256,8 @@ def _roll_out(
     plans = _plans(config)
     actors = {name: _actor(name, acting, config) for name in config.policies}
     starts = survey_starts(plans, slots)
+    if "swapped" in actors:
+        survey_starts([replace(plans[0], swapped=True)], slots)  # fails now if the environment has no other goal
     into.training_data = _check_starts(starts, config)
     subject = "checkpoint" if "checkpoint" in config.policies else config.policies[0]
     inference = Inference(slots.execute_steps, config.seed, config.batched)

@@ -47,6 +47,7 @@ class EmbodiedEnv(gymnasium.Env[Observation, Action], ABC):
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012
     fps: ClassVar[int]
     robot_type: ClassVar[str]
+    task_names: ClassVar[tuple[str, ...]]
 
     def __init__(self, *, episode_length: int, terminate_on_success: bool, render_mode: str | None) -> None:
         if episode_length < 1:

@@ -67,6 +67,7 @@ class MetaWorldEnv(EmbodiedEnv):
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 80}  # noqa: RUF012
     fps = 80
     robot_type = "sawyer"
+    task_names = tuple(METAWORLD_INSTRUCTIONS)
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ class TabletopEnv(EmbodiedEnv):
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
     fps = 10
     robot_type = "tabletop"
+    task_names = _TASKS
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ def load_policy(checkpoint: str | Path, map_location: str | torch.device = "cpu"
         map_location: Device to load onto.
 
     Returns:
-        The policy in evaluation mode (`.train()` to train it on). It holds averaged weights where the run kept an average
-        (`EMAWeightAveraging`).
+        The policy in evaluation mode (`.train()` to train it on). It holds averaged weights where the run kept
+        an average (`EMAWeightAveraging`).
 
     Raises:
         CheckpointError: There is none, it is damaged or not a policy's, or its class cannot be imported or has

@@ -7,6 +7,7 @@ vision tower is a convolutional stem and the state is one continuous token.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,21 @@ from lightning_embodied.models.transformer import (
     PrefixTransformer,
 )
 from lightning_embodied.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Encoded observations, the shortest first, so that samples of equal lengths share their kernel calls.
+
+    Attributes:
+        cache: Keys and values of every layer.
+        lengths: Tokens of each observation, ascending.
+        order: int64 `[B]`: which sample of the batch each one is.
+    """
+
+    cache: list[KeyValue]
+    lengths: list[int]
+    order: Tensor
 
 
 class FlowMatchingPolicy(PolicyModule):
@@ -111,11 +127,18 @@ class FlowMatchingPolicy(PolicyModule):
         names = {name: index for index, name in enumerate(self.spec.cameras)}
         return torch.tensor([names[key] for key in batch.image_keys], dtype=torch.int64, device=batch.input_ids.device)
 
-    def encode_prefix(self, batch: PackedBatch) -> list[KeyValue]:
+    def encode_prefix(self, batch: PackedBatch) -> Prefix:
         """Keys and values of every layer: all that the action expert reads of the observations."""
-        tokens = self.embed_prefix(batch)
-        cache: list[KeyValue] = self.prefix(tokens, batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
-        return cache
+        unsorted = batch.cu_seqlens.diff().long()
+        lengths, order = unsorted.sort(stable=True)
+        ends = lengths.cumsum(0)
+        shift = batch.cu_seqlens[:-1].long()[order] - (ends - lengths)
+        rows = torch.arange(batch.num_tokens, device=ends.device)
+        rows += shift.repeat_interleave(lengths, output_size=batch.num_tokens)
+        cu_seqlens = torch.cat((ends.new_zeros(1), ends)).int()
+        tokens = self.embed_prefix(batch).index_select(0, rows)
+        cache = self.prefix(tokens, batch.position_ids[rows], cu_seqlens, batch.max_seqlen)
+        return Prefix(cache, lengths.tolist(), order)
 
     def forward(self, batch: PackedBatch, noise: Tensor | None = None, time: Tensor | None = None) -> LossTerms:
         """Squared error of the velocity.
@@ -131,15 +154,16 @@ class FlowMatchingPolicy(PolicyModule):
             noise = torch.randn(*draws, *actions.shape[2:], device=actions.device)
         if time is None:
             time = sample_time(draws, actions.device)
-        velocity = self.velocity(batch, interpolate(actions, noise, time), time, self.encode_prefix(batch))
+        velocity = self.velocity(self.encode_prefix(batch), interpolate(actions, noise, time), time)
         losses = (velocity - velocity_target(actions, noise)).square()
         return LossTerms.of_actions(losses, batch.action_is_pad, batch.loss_weight)
 
-    def velocity(self, batch: PackedBatch, noisy: Tensor, time: Tensor, cache: list[KeyValue]) -> Tensor:
+    def velocity(self, prefix: Prefix, noisy: Tensor, time: Tensor) -> Tensor:
         """Velocities of `R` noisy chunks per sample: `[B, R, H, A]` at times `[B, R]` to the same shape."""
-        layout = self._layout(batch, noisy.shape[2], noisy.shape[1])
-        result: Tensor = self.expert(noisy.flatten(0, 1), time.flatten(), cache, layout)
-        return result.view_as(noisy)
+        layout = PrefixSuffixLayout(prefix.lengths, [noisy.shape[2]], noisy.shape[1], noisy.device)
+        chunks, times = noisy[prefix.order].flatten(0, 1), time[prefix.order].flatten()
+        velocity: Tensor = self.expert(chunks, times, prefix.cache, layout)
+        return velocity.view_as(noisy)[prefix.order.argsort()]
 
     def sample_actions(
         self, batch: PackedBatch, *, generator: Generators | None = None, noise: Tensor | None = None
@@ -156,11 +180,11 @@ class FlowMatchingPolicy(PolicyModule):
         """
         if noise is None:
             noise = self.initial_noise(batch.batch_size, generator)
-        cache = self.encode_prefix(batch)
-        layout = self._layout(batch, noise.shape[1], 1)
-        return euler_sample(lambda x, t: self.expert(x, t, cache, layout), noise, self.denoising_steps)
+        prefix = self.encode_prefix(batch)
+        layout = PrefixSuffixLayout(prefix.lengths, [noise.shape[1]], device=noise.device)
 
-    @staticmethod
-    def _layout(batch: PackedBatch, horizon: int, draws: int) -> PrefixSuffixLayout:
-        lengths = batch.cu_seqlens.diff().tolist()
-        return PrefixSuffixLayout(lengths, [horizon], draws, batch.cu_seqlens.device)
+        def velocity(chunks: Tensor, times: Tensor) -> Tensor:
+            result: Tensor = self.expert(chunks, times, prefix.cache, layout)
+            return result
+
+        return euler_sample(velocity, noise[prefix.order], self.denoising_steps)[prefix.order.argsort()]

@@ -23,7 +23,6 @@ from lightning_embodied.models.layers import (
 )
 
 KeyValue = tuple[Tensor, Tensor]
-Rotation = tuple[Tensor, Tensor]
 
 
 class PrefixLayer(nn.Module):
@@ -45,11 +44,11 @@ class PrefixLayer(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(width))
         self.mlp = GatedMLP(width, mlp_width)
 
-    def forward(self, x: Tensor, rotation: Rotation, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, KeyValue]:
+    def forward(self, x: Tensor, rotation: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, KeyValue]:
         """`[T, width]` to the same, and the layer's keys and values `[T, heads, head_dim]`."""
         qkv = self.qkv(rms_norm(x, self.attention_norm)).view(x.shape[0], 3 * self.heads, self.head_dim)
-        rotated, value = rotate(qkv[:, : 2 * self.heads], rotation), qkv[:, 2 * self.heads :]
-        query, key = rotated.chunk(2, dim=1)
+        query_key, value = qkv.split_with_sizes((2 * self.heads, self.heads), dim=1)
+        query, key = rotate(query_key, rotation).chunk(2, dim=1)
         attended = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         x = x + self.attention_out(attended.flatten(1))
         return x + self.mlp(rms_norm(x, self.mlp_norm)), (key, value)
@@ -70,7 +69,7 @@ class LastPrefixLayer(nn.Module):
         self.norm = nn.Parameter(torch.ones(width))
         self.kv = nn.Linear(width, 2 * heads * head_dim, bias=False)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> KeyValue:
+    def forward(self, x: Tensor, rotation: Tensor) -> KeyValue:
         """`[T, width]` to keys and values `[T, heads, head_dim]`."""
         kv = self.kv(rms_norm(x, self.norm)).view(x.shape[0], 2 * self.heads, self.head_dim)
         key, value = kv.chunk(2, dim=1)
@@ -125,14 +124,14 @@ class ExpertLayer(nn.Module):
         self.mlp = GatedMLP(width, mlp_width)
 
     def forward(
-        self, x: Tensor, condition: Tensor, prefix: KeyValue, rotation: Rotation, layout: PrefixSuffixLayout
+        self, x: Tensor, condition: Tensor, prefix: KeyValue, rotation: Tensor, layout: PrefixSuffixLayout
     ) -> Tensor:
         """Chunks `[N, H, width]` and their condition `[N, width]` to `[N, H, width]`."""
         parts = self.modulation(condition)[:, None].chunk(6, dim=-1)
         scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = parts
         qkv = self.qkv(modulate(x, scale, shift)).view(-1, 3 * self.heads, self.head_dim)
-        rotated, value = rotate(qkv[:, : 2 * self.heads], rotation), qkv[:, 2 * self.heads :]
-        query, key = rotated.chunk(2, dim=1)
+        query_key, value = qkv.split_with_sizes((2 * self.heads, self.heads), dim=1)
+        query, key = rotate(query_key, rotation).chunk(2, dim=1)
         attended = layout.attend(query, prefix, (key, value))
         x = torch.addcmul(x, self.attention_out(attended.reshape(*x.shape[:2], -1)), gate)
         return torch.addcmul(x, self.mlp(modulate(x, mlp_scale, mlp_shift)), mlp_gate)

@@ -43,7 +43,11 @@ def test_rotary_scores_depend_on_distance_only():
         for i in (3, 10, 50)
     ]
     assert max(scores) - min(scores) < 1e-4
-    assert torch.equal(rotate(q, rotary(torch.tensor([0]))), q)
+    assert torch.allclose(rotate(q, rotary(torch.tensor([0]))), q)
+    angle = 5 * 10_000 ** (-2 / 8)  # second pair of a head of width 8 at position 5
+    a, b = q[0, 0, 2:4].double().tolist()
+    expected = torch.tensor([a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle)])
+    assert torch.allclose(rotate(q, rotary(torch.tensor([5])))[0, 0, 2:4].double(), expected.double(), atol=1e-6)
 
 
 def test_path_and_target():

@@ -79,7 +79,7 @@ def test_sampling_with_cache_equals_recomputation(policy):
     noise = torch.randn(5, HORIZON, ACTION)
 
     def recompute(x, t):
-        return policy.velocity(batch, x[:, None], t[:, None], policy.encode_prefix(batch))[:, 0]
+        return policy.velocity(policy.encode_prefix(batch), x[:, None], t[:, None])[:, 0]
 
     with torch.no_grad():
         expected = euler_sample(recompute, noise, policy.denoising_steps)
@@ -87,13 +87,15 @@ def test_sampling_with_cache_equals_recomputation(policy):
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_the_prefix_never_sees_the_actions(policy):
+def test_the_prefix_is_the_same_for_all_actions(policy):
     batch = make_collator()(make_samples(4))
     noise, time = draws(4)
-    cache = policy.encode_prefix(batch)
-    a = policy.velocity(batch, noise, time, cache)
-    b = policy.velocity(batch, noise, time, policy.encode_prefix(batch))
-    assert torch.equal(a, b)
+    prefix = policy.encode_prefix(batch)
+    before = [value.clone() for pair in prefix.cache for value in pair]
+    first = policy.velocity(prefix, noise, time)
+    assert not torch.allclose(first, policy.velocity(prefix, noise + 1, time))
+    assert torch.equal(first, policy.velocity(prefix, noise, time))
+    assert all(torch.equal(a, b) for a, b in zip(before, [v for pair in prefix.cache for v in pair], strict=True))
 
 
 def test_camera_identity_matters(policy):

@@ -79,5 +79,5 @@ def run_command(name: str, args: list[str]) -> int:
     """
     parser = command_parser(name)
     options = parser.instantiate_classes(parser.parse_args(args))
-    keywords = {key: value for key, value in vars(options).items() if key != "config"}
+    keywords = {key: value for key, value in options.as_dict().items() if key != "config"}
     return COMMANDS[name].function()(**keywords) or 0

@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["JSONARGPARSE_DEBUG"] = "true"  # the parser raises instead of exiting
     try:
         return _dispatch(args)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if debug:
             raise
-        print("\nstopped by Ctrl-C; what was complete is kept", file=sys.stderr)
+        print(f"\n{str(stop) or 'stopped by Ctrl-C'}; what was complete is kept", file=sys.stderr)
         return EXIT_INTERRUPTED
     except EmbodiedError as error:
         if debug:

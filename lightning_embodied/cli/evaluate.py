@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightning_embodied.evaluation import EvaluationConfig, success_table
+from lightning_embodied.evaluation import EvaluationConfig, EvaluationInterrupted, success_table
 from lightning_embodied.evaluation import evaluate as run_evaluation
 
 
@@ -19,6 +19,12 @@ def evaluate(checkpoint: str, *, output_dir: str | None = None, **settings: Any)
     """
     from rich.console import Console
 
-    config = EvaluationConfig(**settings)
-    result = run_evaluation(checkpoint, config, output_dir=output_dir, progress=sys.stdout.isatty())
-    Console().print(success_table(result))
+    console = Console()
+    try:
+        result = run_evaluation(
+            checkpoint, EvaluationConfig(**settings), output_dir=output_dir, progress=sys.stdout.isatty()
+        )
+    except EvaluationInterrupted as stop:
+        console.print(success_table(stop.result))
+        raise
+    console.print(success_table(result))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -85,6 +86,7 @@ class EmbodiedCLI(LightningCLI):
         for room in _ROOMS:
             importlib.import_module(f"lightning_embodied.{room}")
         logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's own, with the newest torch
         kwargs.setdefault("parser_class", EmbodiedArgumentParser)
         kwargs.setdefault("save_config_callback", SaveRunConfig)
         kwargs.setdefault("seed_everything_default", 0)  # a run that names no seed can still be repeated
@@ -145,17 +147,7 @@ class EmbodiedCLI(LightningCLI):
         where = root if self.subcommand == "fit" else root / str(self.subcommand)
         loggers: list[Logger] = [RunMetricsLogger(where)]
         if mode in ("online", "offline") or (mode == "auto" and find_spec("wandb") is not None):
-            import_extra("wandb", "wandb")
-            from lightning.pytorch.loggers import WandbLogger
-
-            loggers.append(
-                WandbLogger(
-                    project="lightning-embodied",
-                    name=root.name,
-                    save_dir=where,
-                    offline=mode != "online",
-                )
-            )
+            loggers.append(_wandb_logger(where, root.name, offline=mode != "online"))
         return loggers
 
     def fit(self, **kwargs: Any) -> None:
@@ -177,6 +169,15 @@ class EmbodiedCLI(LightningCLI):
             raise
         finally:
             run.release()
+
+
+def _wandb_logger(save_dir: Path, name: str, *, offline: bool) -> Logger:
+    wandb = import_extra("wandb", "wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    # Offline there is no page to point to, and W&B's six lines about that would drown ours.
+    settings = wandb.Settings(silent=offline)
+    return WandbLogger(project="lightning-embodied", name=name, save_dir=save_dir, offline=offline, settings=settings)
 
 
 def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:

@@ -46,33 +46,33 @@ def stats(
     dataset = LeRobotDataset(root, episodes=episodes)
     chosen = keys if keys is not None else _default_keys(dataset.features, images=images)
     computed = compute_stats(dataset, chosen)
-    title = f"{root}: {len(dataset):,} frames, {len(dataset.episodes):,} episodes, {dataset.fps} frames/s"
-    Console().print(stats_table(title, dataset.features, computed))
+    print(f"{root}: {len(dataset):,} frames, {len(dataset.episodes):,} episodes, {dataset.fps} frames/s")
+    Console().print(stats_table(dataset.features, computed))
     if output is not None:
         _write(Path(output), computed)
         print(f"written to {output}")
 
 
-def stats_table(title: str, features: dict[str, Feature], computed: dict[str, FeatureStats]) -> Table:
+def stats_table(features: dict[str, Feature], computed: dict[str, FeatureStats]) -> Table:
     """One row per dimension of each feature.
 
     Args:
-        title: Above the table.
         features: The dataset's features; give the dimensions' names.
         computed: Their statistics.
     """
+    from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("feature")
-    table.add_column("dimension")
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("", overflow="fold")
     for column in _COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for key, stat in computed.items():
         columns = [np.ravel(getattr(stat, column)) for column in _COLUMNS]
-        names = _names(features[key], columns[0].size)
-        for i, name in enumerate(names):
-            table.add_row(key if i == 0 else "", name, *(f"{column[i]:.4g}" for column in columns))
+        table.add_row(Text(key, "bold"))
+        for i, name in enumerate(_names(features[key], columns[0].size)):
+            table.add_row(Text(f"  {name}"), *(f"{column[i]:.3g}" for column in columns))
         table.add_section()
     return table
 

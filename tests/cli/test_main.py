@@ -1,14 +1,20 @@
 """Every way a command can end: the message on stderr, the exit code, and no traceback unless asked for."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_embodied.cli import main
 from lightning_embodied.cli.commands import COMMANDS, LIGHTNING_COMMANDS
+from lightning_embodied.data import LeRobotDataset, compute_stats
 from lightning_embodied.errors import ConfigError
+from lightning_embodied.features import FeatureStats
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 BORING = {
     "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
@@ -142,3 +148,16 @@ def test_module_runs_as_the_command():
         [sys.executable, "-m", "lightning_embodied", "--version"], check=True, capture_output=True, text=True
     )
     assert done.stdout.startswith("lightning-embodied ")
+
+
+def test_stats_prints_a_row_for_each_dimension_and_writes_the_file(tmp_path, capsys):
+    root, output = FIXTURES / "lerobot_v30_image" / "dataset", tmp_path / "stats.json"
+    assert main(["stats", "--root", str(root), "--keys", "[action]", "--output", str(output)]) == 0
+    dataset = LeRobotDataset(root)
+    out = capsys.readouterr().out
+    assert f"{len(dataset)} frames" in out
+    assert sum("act_" in line for line in out.splitlines()) == dataset.features["action"].shape[0]
+    expected = compute_stats(dataset, ["action"])["action"]
+    written = FeatureStats.from_dict(json.loads(output.read_text())["action"])
+    assert written.count == len(dataset)
+    assert written.q50.tolist() == expected.q50.tolist()

@@ -41,23 +41,22 @@ class SeedSchedule:
         self._wanted = episodes_per_task
         self._next_seed = dict.fromkeys(tasks, first_seed)
         self._todo: deque[str] = deque(task for task in tasks for _ in range(episodes_per_task))
-        self._order: deque[tuple[str, int]] = deque()
         self._results: dict[tuple[str, int], Episode] = {}
+        self._unfinished: deque[str] = deque(tasks)
+        self._turn = dict.fromkeys(tasks, first_seed)
 
     @property
     def finished(self) -> bool:
         """Whether everything wanted was handed on."""
-        return not self._todo and not self._order
+        return not self._unfinished
 
     def next_attempt(self) -> tuple[str, int] | None:
         """A task and a seed to try now; None when the rest is under way."""
         if not self._todo:
             return None
         task = self._todo.popleft()
-        attempt = (task, self._next_seed[task])
         self._next_seed[task] += 1
-        self._order.append(attempt)
-        return attempt
+        return task, self._next_seed[task] - 1
 
     def finish(self, episode: Episode) -> None:
         """Takes a result.
@@ -81,9 +80,15 @@ class SeedSchedule:
     def ready(self) -> list[Episode]:
         """Successful episodes whose turn has come."""
         episodes = []
-        while self._order and self._order[0] in self._results:
-            episode = self._results.pop(self._order.popleft())
+        while self._unfinished:
+            task = self._unfinished[0]
+            episode = self._results.pop((task, self._turn[task]), None)
+            if episode is None:
+                break
+            self._turn[task] += 1
             if episode.success:
-                self.tallies[episode.task].kept += 1
+                self.tallies[task].kept += 1
                 episodes.append(episode)
+            if self.tallies[task].kept == self._wanted:
+                self._unfinished.popleft()
         return episodes

@@ -27,20 +27,21 @@ class Command:
 
     Args:
         summary: The line `--help` shows beside the name.
-        target: `module:function`; the function takes the options and returns an exit code or None.
+        target: `module:function`; the function takes the options. An int it returns is the exit code.
     """
 
     summary: str
     target: str
 
-    def function(self) -> Callable[..., int | None]:
+    def function(self) -> Callable[..., object]:
         """Imports the function that does the work."""
         module, _, name = self.target.partition(":")
-        function: Callable[..., int | None] = getattr(importlib.import_module(module), name)
+        function: Callable[..., object] = getattr(importlib.import_module(module), name)
         return function
 
 
 COMMANDS = {
+    "collect": Command("record demonstrations from scripted experts", "lightning_embodied.collection:collect"),
     "evaluate": Command("success rates in closed loop, with intervals", "lightning_embodied.cli.evaluate:evaluate"),
     "report": Command("a run on one HTML page, videos included", "lightning_embodied.cli.report:report"),
     "stats": Command("exact statistics of a dataset's features", "lightning_embodied.cli.stats:stats"),
@@ -80,4 +81,5 @@ def run_command(name: str, args: list[str]) -> int:
     parser = command_parser(name)
     options = parser.instantiate_classes(parser.parse_args(args))
     keywords = {key: value for key, value in options.as_dict().items() if key != "config"}
-    return COMMANDS[name].function()(**keywords) or 0
+    result = COMMANDS[name].function()(**keywords)
+    return result if isinstance(result, int) else 0

@@ -113,8 +113,8 @@ $(CROSS)/.installed: $(VENV)/.made
 # The two packages cannot share an environment: ours writes datasets, LeRobot reads them and compares every value.
 crosscheck: $(VENV)/.installed $(CROSS)/.installed
 	@rm -rf $(CROSS)/datasets
-	@$(BIN)/python tests/crosscheck/lerobot_reads_ours.py write $(CROSS)/datasets
-	@$(CROSS)/bin/python tests/crosscheck/lerobot_reads_ours.py compare $(CROSS)/datasets
+	@$(BIN)/python -m tests.crosscheck.lerobot_reads_ours write $(CROSS)/datasets
+	@$(CROSS)/bin/python -m tests.crosscheck.lerobot_reads_ours compare $(CROSS)/datasets
 
 clean:
 	rm -rf $(VENV) $(CROSS) .typecheck build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

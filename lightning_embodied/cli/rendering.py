@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 
 RENDER_BACKENDS = {
@@ -52,11 +53,17 @@ def try_rendering(backend: str, timeout_s: float = 120.0) -> RenderOutcome:
         timeout_s: Longest wait.
     """
     environment = {**os.environ, "MUJOCO_GL": backend, "PYOPENGL_PLATFORM": backend}
+    with tempfile.TemporaryDirectory() as folder:  # MuJoCo leaves a log file where it works
+        return _draw(environment, timeout_s, folder)
+
+
+def _draw(environment: dict[str, str], timeout_s: float, folder: str) -> RenderOutcome:
     try:
         done = subprocess.run(  # noqa: S603  our own script in our own interpreter
             [sys.executable, "-c", _SCRIPT],
             check=False,
             env=environment,
+            cwd=folder,
             capture_output=True,
             text=True,
             timeout=timeout_s,

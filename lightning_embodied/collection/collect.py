@@ -7,7 +7,7 @@ in order of task and seed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -108,35 +108,41 @@ def collect(
         noise_steps=noise_steps,
         steps_after_success=steps_after_success,
     )
-    workers = [WorkerProcess(make_recorder) for _ in range(num_workers or default_workers(episodes_per_task))]
-    from lightning_embodied.data import LeRobotDatasetWriter  # workers import this module too, and need no torch
+    provenance = Provenance(env_id, options, action_noise, noise_steps, steps_after_success)
+    with ExitStack() as stack, replacing(root, if_exists):
+        workers = [WorkerProcess(make_recorder) for _ in range(num_workers or default_workers(episodes_per_task))]
+        for worker in workers:
+            stack.callback(worker.close)
+        from lightning_embodied.data import LeRobotDatasetWriter  # workers import this module too, and need no torch
 
-    with _all_closing(workers), replacing(root, if_exists):
-        description: EnvironmentDescription = workers[0].call("describe", tasks)
-        schedule = SeedSchedule(description.task_names, episodes_per_task, first_seed)
-        provenance = Provenance(env_id, options, action_noise, noise_steps, steps_after_success)
+        found: EnvironmentDescription = workers[0].call("describe", tasks)
+        schedule = SeedSchedule(found.task_names, episodes_per_task, first_seed)
         writer = LeRobotDatasetWriter(
-            root,
-            fps=description.fps,
-            features=description.features,
-            robot_type=description.robot_type,
-            vcodec=vcodec,
-            crf=crf,
+            root, fps=found.fps, features=found.features, robot_type=found.robot_type, vcodec=vcodec, crf=crf
         )
-        progress = CollectionProgress(root, len(description.task_names) * episodes_per_task)
-        try:
-            with progress, writer:
-                for episode in _recorded(workers, schedule):
-                    _write(writer, episode)
-                    provenance.episodes.append(EpisodeOrigin.of(writer.num_episodes - 1, episode))
-                    progress.advance(episode, schedule.tallies)
-        finally:
-            if root.exists() and provenance.episodes:
-                write_provenance(root, provenance, schedule.tallies, complete=schedule.finished)
-                progress.summarize(schedule.tallies, complete=schedule.finished)
-    return CollectionResult(
-        root, len(provenance.episodes), sum(origin.steps for origin in provenance.episodes), schedule.tallies
-    )
+        _write_all(writer, workers, schedule, provenance, len(found.task_names) * episodes_per_task)
+    frames = sum(origin.steps for origin in provenance.episodes)
+    return CollectionResult(root, len(provenance.episodes), frames, schedule.tallies)
+
+
+def _write_all(
+    writer: LeRobotDatasetWriter,
+    workers: list[WorkerProcess],
+    schedule: SeedSchedule,
+    provenance: Provenance,
+    total: int,
+) -> None:
+    progress = CollectionProgress(writer.root, total)
+    try:
+        with progress, writer:
+            for episode in _recorded(workers, schedule):
+                _write(writer, episode)
+                provenance.episodes.append(EpisodeOrigin.of(writer.num_episodes - 1, episode))
+                progress.advance(episode, schedule.tallies)
+    finally:  # after Ctrl-C and errors too: the writer has completed what could be completed
+        if writer.root.exists() and provenance.episodes:
+            write_provenance(writer.root, provenance, schedule.tallies, complete=schedule.finished)
+            progress.summarize(schedule.tallies, complete=schedule.finished)
 
 
 def _check(tasks: Sequence[str] | None, *, episodes_per_task: int, noise_steps: int, action_noise: float) -> None:
@@ -169,13 +175,3 @@ def _write(writer: LeRobotDatasetWriter, episode: Episode) -> None:
     for i in range(episode.steps):
         writer.add_frame({**{key: values[i] for key, values in episode.frames.items()}, "task": episode.instruction})
     writer.save_episode()
-
-
-@contextmanager
-def _all_closing(workers: list[WorkerProcess]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for worker in workers:
-            with closing(worker):
-                pass

@@ -18,6 +18,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.packing.batch import PackedBatch
 
+_IN_PROGRESS_BAR = ("tokens_per_s", "samples_per_s", "data_wait", "padding")
+
 
 @dataclass(frozen=True)
 class BatchSize:
@@ -54,7 +56,10 @@ class GoodputMonitor(Callback):
     - `tokens_per_s` and `samples_per_s` of training alone: pauses for validation and checkpoints do not count;
     - `data_wait`: share of that time in which the rank waits for its next batch, 0 to 1;
     - `padding`: share of the computed tokens that is padding, 0 for packed batches;
-    - `padding_avoided` (in the log only): the share if every sample were padded to the longest of its batch.
+    - `padding_avoided`: the share if every sample were padded to the longest of its batch;
+    - `samples_per_batch`, and `fill`, tokens as a share of the DataModule's `token_budget` if it has one.
+
+    The progress bar shows the first four; all are in the log.
 
     The figures are this rank's, the rates times the number of ranks: ranks step together, and measuring need not
     make them wait for each other. The wait after a checkpoint is left out of all figures, for Lightning does not say
@@ -102,8 +107,9 @@ class GoodputMonitor(Callback):
         """Counts the batch, logs, and begins to wait."""
         size = self.measure(batch)
         self._steps.append(_Step(size, self._waited, self.clock() - self._started))
-        for name, value in self._figures(trainer.world_size).items():
-            shown = name != "padding_avoided"
+        budget = getattr(getattr(trainer, "datamodule", None), "token_budget", None)
+        for name, value in self._figures(trainer.world_size, budget).items():
+            shown = name in _IN_PROGRESS_BAR
             pl_module.log(name, value, prog_bar=shown, on_step=True, on_epoch=False, batch_size=size.samples)
         self._idle_since = self.clock()
 
@@ -119,15 +125,18 @@ class GoodputMonitor(Callback):
         """Writing a checkpoint is no waiting."""
         self._idle_since = None
 
-    def _figures(self, world_size: int) -> dict[str, float]:
+    def _figures(self, world_size: int, token_budget: int | None) -> dict[str, float]:
         sizes = [step.size for step in self._steps]
         tokens = sum(size.tokens for size in sizes)
         waited = sum(step.waited for step in self._steps)
         seconds = max(waited + sum(step.worked for step in self._steps), 1e-9)
-        return {
+        samples = sum(size.samples for size in sizes)
+        figures = {
             "tokens_per_s": tokens * world_size / seconds,
-            "samples_per_s": sum(size.samples for size in sizes) * world_size / seconds,
+            "samples_per_s": samples * world_size / seconds,
             "data_wait": waited / seconds,
             "padding": 1 - tokens / max(1, sum(size.slots for size in sizes)),
             "padding_avoided": 1 - tokens / max(1, sum(size.samples * size.longest for size in sizes)),
+            "samples_per_batch": samples / len(sizes),
         }
+        return figures if token_budget is None else {**figures, "fill": tokens / (token_budget * len(sizes))}

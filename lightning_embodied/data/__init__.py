@@ -1,23 +1,27 @@
 """Robot demonstrations as samples: LeRobot datasets, statistics, sample order, DataModules."""
 
+from lightning_embodied.data.batches import Place as Place
+from lightning_embodied.data.batches import SampleBatches as SampleBatches
+from lightning_embodied.data.batches import TokenBatches as TokenBatches
 from lightning_embodied.data.datamodule import LeRobotDataModule as LeRobotDataModule
 from lightning_embodied.data.dataset import LeRobotDataset as LeRobotDataset
 from lightning_embodied.data.dataset import Sample as Sample
 from lightning_embodied.data.loader import ResumableLoader as ResumableLoader
 from lightning_embodied.data.loader import ShardedLoader as ShardedLoader
-from lightning_embodied.data.order import GlobalBatches as GlobalBatches
 from lightning_embodied.data.order import SampleOrder as SampleOrder
 from lightning_embodied.data.stats import compute_stats as compute_stats
 from lightning_embodied.data.writer import LeRobotDatasetWriter as LeRobotDatasetWriter
 
 __all__ = [
-    "GlobalBatches",
     "LeRobotDataModule",
     "LeRobotDataset",
     "LeRobotDatasetWriter",
+    "Place",
     "ResumableLoader",
     "Sample",
+    "SampleBatches",
     "SampleOrder",
     "ShardedLoader",
+    "TokenBatches",
     "compute_stats",
 ]

@@ -6,8 +6,6 @@ continues on other ranks, batch sizes and workers with exactly the samples it ha
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,16 +13,19 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_embodied.data.dataset import LeRobotDataset
 from lightning_embodied.data.loader import ResumableLoader, ShardedLoader
 from lightning_embodied.data.order import SampleOrder
-from lightning_embodied.data.stats import compute_stats
+from lightning_embodied.data.split import SplitDataset
 from lightning_embodied.data.video import VideoBackend
-from lightning_embodied.errors import CheckpointError, ConfigError, DatasetError
+from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.features import Feature, FeatureStats
-from lightning_embodied.packing.collator import VarlenPackingCollator
+from lightning_embodied.packing import PackingOptions, VarlenPackingCollator, check_budget
+
+_PACKING = PackingOptions()
 
 
 class LeRobotDataModule(LightningDataModule):
@@ -37,7 +38,9 @@ class LeRobotDataModule(LightningDataModule):
         root: Directory of the dataset, the one that holds `meta/`.
         collator: Makes a batch of a list of samples.
         action_horizon: Frames of an action chunk, at least 1; past the end of the episode `action_is_pad` is true.
-        batch_size: Samples of a batch on each rank.
+        batch_size: Samples of a batch on each rank. With `token_budget` it counts for predictions only.
+        token_budget: Tokens that a batch on each rank is filled up to with whole samples, in place of `batch_size`.
+        packing: With `token_budget`: how batches are filled and the ranks' work is balanced.
         num_workers: Worker processes on each rank; they live as long as the run.
         val_episodes: Episodes held out for validation: their number, or, below 1.0, their share.
         cameras: Picture features to read; all when not given.
@@ -58,6 +61,8 @@ class LeRobotDataModule(LightningDataModule):
         *,
         action_horizon: int = 16,
         batch_size: int = 64,
+        token_budget: int | None = None,
+        packing: PackingOptions = _PACKING,
         num_workers: int = 0,
         val_episodes: int | float = 0.1,
         cameras: Sequence[str] | None = None,
@@ -71,17 +76,19 @@ class LeRobotDataModule(LightningDataModule):
         for name, value, least in (
             ("action_horizon", action_horizon, 1),
             ("batch_size", batch_size, 1),
+            ("token_budget", 1 if token_budget is None else token_budget, 1),
             ("num_workers", num_workers, 0),
             ("val_episodes", val_episodes, 0),
         ):
             if value < least:
                 raise ConfigError(f"{name} is too small", where=name, found=value, expected=f"at least {least}")
         self.root, self.collator, self.action_horizon = root, collator, action_horizon
-        self.batch_size, self.num_workers, self.val_episodes = batch_size, num_workers, val_episodes
+        self.batch_size, self.token_budget, self.packing = batch_size, token_budget, packing
+        self.num_workers, self.val_episodes = num_workers, val_episodes
         self.cameras, self.delta_timestamps = cameras, dict(delta_timestamps or {})
         self.video_backend, self.decoded_cache_gb, self.drop_last = video_backend, decoded_cache_gb, drop_last
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
-        self._data: _Data | None = None
+        self._data: SplitDataset | None = None
         self._loader: ResumableLoader | None = None
         self._order_state: dict[str, int] | None = None
 
@@ -93,7 +100,16 @@ class LeRobotDataModule(LightningDataModule):
             ConfigError: A batch of all ranks is larger than the training set.
         """
         if self._data is None:
-            self._data = _open(self)
+            self._data = SplitDataset(
+                self.root,
+                self.val_episodes,
+                self.seed,
+                action_horizon=self.action_horizon,
+                delta_timestamps=self.delta_timestamps,
+                cameras=self.cameras,
+                video_backend=self.video_backend,
+                decoded_cache_gb=self.decoded_cache_gb,
+            )
         if stage == "fit":
             self._loader = self._order_state = None  # a new run, unless a checkpoint says otherwise
 
@@ -138,7 +154,7 @@ class LeRobotDataModule(LightningDataModule):
         return self._opened.fingerprint
 
     @property
-    def _opened(self) -> _Data:
+    def _opened(self) -> SplitDataset:
         if self._data is None:
             raise ConfigError("the dataset is not open yet", where=self.root, mend="call setup() first")
         return self._data
@@ -147,33 +163,40 @@ class LeRobotDataModule(LightningDataModule):
         """Batches of the training episodes that know which samples have been trained."""
         if self._loader is None:
             order = SampleOrder(len(self.train_dataset), self.seed)
-            rank, world_size = self._place()
-            if self.batch_size * world_size > order.size:
-                raise ConfigError(
-                    "a batch is larger than the training set",
-                    where="batch_size",
-                    found=f"{self.batch_size} samples on each of {world_size} ranks",
-                    expected=f"at most the {order.size} frames of {len(self.train_dataset.episodes)} episodes",
-                    mend="lower batch_size",
-                )
+            options = self._options(self.train_dataset)
+            self._check_step(order.size, options)
             self._loader = ResumableLoader(
                 self.train_dataset,
                 order,
                 trainer=self.trainer,
                 first_epoch=self.trainer.current_epoch if self.trainer else 0,
                 drop_last=self.drop_last,
-                **self._options(rank, world_size),
+                **options,
             )
             if self._order_state is not None:
                 self._loader.load_state_dict(self._order_state)
         return self._loader
+
+    def _check_step(self, samples: int, options: Mapping[str, Any]) -> None:
+        """Refuses a step of all ranks that is larger than the training set."""
+        unit = "samples" if self.token_budget is None else "tokens"
+        name = "batch_size" if self.token_budget is None else "token_budget"
+        each, there = options[name], samples if self.token_budget is None else int(options["lengths"].sum())
+        if each * options["world_size"] > there:
+            raise ConfigError(
+                "a batch is larger than the training set",
+                where=name,
+                found=f"{each} {unit} on each of {options['world_size']} ranks",
+                expected=f"at most the {there} {unit} of {len(self.train_dataset.episodes)} episodes",
+                mend=f"lower {name}",
+            )
 
     def val_dataloader(self) -> ShardedLoader | list[Any]:
         """Batches of the held-out episodes in order, each sample once over all ranks."""
         if self.val_dataset is None:
             return []
         order = SampleOrder(len(self.val_dataset), self.seed, shuffle=False)
-        return ShardedLoader(self.val_dataset, order, **self._options(*self._place()))
+        return ShardedLoader(self.val_dataset, order, **self._options(self.val_dataset))
 
     def test_dataloader(self) -> ShardedLoader | list[Any]:
         """As for validation."""
@@ -187,9 +210,10 @@ class LeRobotDataModule(LightningDataModule):
             self.val_dataset, batch_size=self.batch_size, collate_fn=self.collator, num_workers=self.num_workers
         )
 
-    def _options(self, rank: int, world_size: int) -> dict[str, Any]:
+    def _options(self, dataset: LeRobotDataset) -> dict[str, Any]:
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return {
-            "batch_size": self.batch_size,
+            **self._batches(dataset),
             "collate_fn": self.collator,
             "num_workers": self.num_workers,
             "rank": rank,
@@ -197,8 +221,17 @@ class LeRobotDataModule(LightningDataModule):
             "pin_memory": torch.cuda.is_available(),
         }
 
-    def _place(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+    def _batches(self, dataset: LeRobotDataset) -> dict[str, Any]:
+        if self.token_budget is None:
+            return {"batch_size": self.batch_size}
+        lengths = dataset.token_counts(self.collator.encoder.count_tokens)
+        over = int((lengths > self.token_budget).sum())
+        if over and self.packing.over_budget == "error":
+            check_budget(lengths.tolist(), self.token_budget, lambda frame: _name(dataset, frame))
+        if over:
+            first = _name(dataset, int(lengths.argmax()))
+            rank_zero_warn(f"{over} of {len(lengths)} samples are over token_budget and left out, such as {first}")
+        return {"token_budget": self.token_budget, "lengths": lengths, "packing": self.packing}
 
     def state_dict(self) -> dict[str, Any]:
         """The dataset's fingerprint and the place in its order: strings and integers."""
@@ -231,67 +264,6 @@ class LeRobotDataModule(LightningDataModule):
             self._loader.close()
 
 
-class _Data:
-    """An opened and split dataset with what is computed of it."""
-
-    def __init__(self, train: LeRobotDataset, val: LeRobotDataset | None, fingerprint: str) -> None:
-        self.train, self.val, self.fingerprint = train, val, fingerprint
-        used = set(train.cameras)
-        self.features = {key: value for key, value in train.features.items() if not value.is_visual or key in used}
-        numbers = [key for key, value in self.features.items() if not value.is_visual and value.dtype != "string"]
-        self.stats = compute_stats(train, numbers)
-
-
-def _open(module: LeRobotDataModule) -> _Data:
-    whole = LeRobotDataset(module.root, cameras=[])
-    if "action" not in whole.features:
-        raise DatasetError("the dataset has no action", where=module.root, found=sorted(whole.features))
-    count = _held_out(module.val_episodes, len(whole.episodes))
-    shuffled = [whole.episodes[i] for i in SampleOrder(len(whole.episodes), module.seed).indices(0, 0, count)]
-    held_out = set(shuffled)
-    windows = {"action": [frame / whole.fps for frame in range(module.action_horizon)], **module.delta_timestamps}
-
-    def part(episodes: list[int]) -> LeRobotDataset:
-        return LeRobotDataset(
-            module.root,
-            delta_timestamps=windows,
-            episodes=episodes,
-            video_backend=module.video_backend,
-            cameras=module.cameras,
-            decoded_cache_gb=module.decoded_cache_gb,
-        )
-
-    train = part([episode for episode in whole.episodes if episode not in held_out])
-    return _Data(train, part(sorted(held_out)) if held_out else None, _fingerprint(whole))
-
-
-def _held_out(val_episodes: float, episodes: int) -> int:
-    count = val_episodes if val_episodes >= 1 else max(round(val_episodes * episodes), int(val_episodes > 0))
-    if count != int(count):
-        raise ConfigError(
-            "no such number of episodes",
-            where="val_episodes",
-            found=val_episodes,
-            expected="a share below 1, or a count",
-        )
-    if count >= episodes:
-        raise DatasetError(
-            "no episode is left to train on",
-            where="val_episodes",
-            found=f"{val_episodes} held out of {episodes} episodes",
-            expected="at least one more episode than are held out",
-            mend="lower val_episodes (0 trains on all) or record more episodes",
-        )
-    return int(count)
-
-
-def _fingerprint(dataset: LeRobotDataset) -> str:
-    described = {
-        "features": {key: value.to_dict() for key, value in sorted(dataset.features.items())},
-        "fps": dataset.fps,
-        "tasks": dataset.tasks,
-        "episodes": [dataset.episodes, dataset.episode_lengths],
-    }
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    digest.update(dataset.numeric("action").tobytes())
-    return digest.hexdigest()
+def _name(dataset: LeRobotDataset, frame: int) -> str:
+    episode, index = (int(dataset.numeric(key)[frame, 0]) for key in ("episode_index", "frame_index"))
+    return f"{dataset.root}: episode {episode}, frame {index}"

@@ -6,7 +6,7 @@ into a memory map (`decoded_cache_gb`), since decoding costs more than training 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,20 @@ class LeRobotDataset(Dataset[Sample]):
         view = self._columns[key].view()
         view.flags.writeable = False
         return view
+
+    def token_counts(self, count_tokens: Callable[[int, str], int]) -> NDArray[np.int64]:
+        """Tokens of every sample, from metadata alone: no picture is read.
+
+        Args:
+            count_tokens: Tokens of a sample with so many pictures and an instruction, such as
+                `SampleEncoder.count_tokens`.
+
+        Returns:
+            int64 `[frames]`.
+        """
+        used, which = np.unique(self._columns["task_index"][:, 0], return_inverse=True)
+        counts = [count_tokens(len(self._cameras), self._metadata.tasks[int(index)]) for index in used]
+        return np.array(counts, dtype=np.int64)[which]
 
     def pictures(self, key: str) -> Iterator[Picture]:
         """All pictures of one camera over the selected episodes, in order, `[H, W, C]` uint8 (decoded sequentially).

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from lightning_embodied.data import progress
-from lightning_embodied.data.order import GlobalBatches, SampleOrder
+from lightning_embodied.data.batches import Batches, Place, SampleBatches, TokenBatches
+from lightning_embodied.data.order import SampleOrder
 from lightning_embodied.errors import CheckpointError, ConfigError
+from lightning_embodied.packing import PackingOptions, StepPlan
 
 _Numbered = tuple[int, int]  # index in the dataset, seed of the sample
 
@@ -58,18 +62,18 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 
 class _RankBatches(Sampler[list[_Numbered]]):
-    """The batches of one rank from a position of an epoch on."""
+    """The batches of one rank from a place of the order on."""
 
-    def __init__(self, order: SampleOrder, batches: GlobalBatches, rank: int) -> None:
+    def __init__(self, order: SampleOrder, batches: Batches, rank: int) -> None:
         self.order, self.batches, self.rank = order, batches, rank
-        self.epoch = self.position = 0
+        self.place = Place()
 
     def __iter__(self) -> Iterator[list[_Numbered]]:
-        epoch, position = self.epoch, self.position
-        for step in range(self.batches.steps(position)):
-            share = self.batches.share(position, step, self.rank)
-            indices = self.order.indices(epoch, *share).tolist()
-            yield list(zip(indices, self.order.seeds(epoch, *share).tolist(), strict=True))
+        place = self.place
+        for step in range(self.batches.steps(place)):
+            numbers = self.batches.numbers(place, step, self.rank)
+            indices = self.order.indices_of(place.epoch, numbers).tolist()
+            yield list(zip(indices, self.order.seeds_of(place.epoch, numbers).tolist(), strict=True))
 
 
 class ShardedLoader:
@@ -78,16 +82,23 @@ class ShardedLoader:
     Args:
         dataset: Map-style dataset of `order.size` samples.
         order: Which sample is the n-th.
-        batch_size: Samples of a batch on this rank.
+        batch_size: Samples of a batch on this rank (see `SampleBatches`).
+        token_budget: Tokens that a batch on this rank is filled up to, in place of `batch_size` (see `TokenBatches`).
+        lengths: With `token_budget`: tokens of each sample of the dataset.
+        packing: With `token_budget`: how batches are filled and the ranks' work is balanced.
         collate_fn: Makes a batch of a list of samples.
         num_workers: Worker processes; they stay alive between epochs.
         rank: This process's rank.
         world_size: Number of ranks.
-        drop_last: Leave out what does not fill the last step (see `GlobalBatches`).
+        drop_last: Leave out what does not fill the last step.
         pin_memory: Put batches into page-locked memory.
 
+    Attributes:
+        batches: How the samples become steps.
+
     Raises:
-        ConfigError: `batch_size` or `num_workers` is out of range.
+        ConfigError: Not one of `batch_size` and `token_budget` is given, or a number is out of range.
+        DatasetError: A sample is over the token budget and must not be dropped; names it.
     """
 
     def __init__(
@@ -95,7 +106,10 @@ class ShardedLoader:
         dataset: Dataset[Any],
         order: SampleOrder,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
+        token_budget: int | None = None,
+        lengths: Sequence[int] | NDArray[np.int64] = (),
+        packing: PackingOptions | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         rank: int = 0,
@@ -103,11 +117,21 @@ class ShardedLoader:
         drop_last: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError("a batch needs samples", where="batch_size", found=batch_size, expected="at least 1")
         if num_workers < 0:
             raise ConfigError("no such number of workers", where="num_workers", found=num_workers, expected="0 or more")
-        self.batches = GlobalBatches(order.size, batch_size, world_size, drop_last)
+        self.batches: Batches
+        if token_budget is not None and batch_size is None:
+            plan = StepPlan(token_budget, world_size, drop_last, packing or PackingOptions())
+            self.batches = TokenBatches(order, lengths, plan)
+        elif batch_size is not None and token_budget is None:
+            self.batches = SampleBatches(order.size, batch_size, world_size, drop_last)
+        else:
+            raise ConfigError(
+                "a batch is either a number of samples or filled up to a number of tokens",
+                where="batch_size, token_budget",
+                found="neither" if batch_size is None else "both",
+                expected="one of them",
+            )
         self.order = order
         self._plan = _RankBatches(order, self.batches, rank)
         self._make_loader = partial(
@@ -124,13 +148,13 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Number of batches of a whole epoch."""
-        return self.batches.steps()
+        return self.batches.steps(Place())
 
     def __iter__(self) -> Iterator[Any]:
-        return self._from(0, 0)
+        return self._from(Place())
 
-    def _from(self, epoch: int, position: int) -> Iterator[Any]:
-        self._plan.epoch, self._plan.position = epoch, position
+    def _from(self, place: Place) -> Iterator[Any]:
+        self._plan.place = place
         if self._loader is None:
             self._loader = self._make_loader()
         yield from self._loader
@@ -168,7 +192,7 @@ class ResumableLoader(ShardedLoader):
     ) -> None:
         super().__init__(dataset, order, **options)
         self._trainer = trainer
-        self._epoch, self._position = first_epoch, 0  # where the running epoch began, or the next will
+        self._place = Place(first_epoch)  # where the running epoch began, or the next will
         self._taken: int | None = None  # batches taken since; None before the first
         self._processed_before = 0
         self._restored = False
@@ -177,16 +201,23 @@ class ResumableLoader(ShardedLoader):
         before_epoch = weakref.WeakMethod(self._before_epoch)
         self.batch_sampler = SimpleNamespace(sampler=SimpleNamespace(set_epoch=lambda _: _call(before_epoch)))
 
+    def __len__(self) -> int:
+        """Number of batches of the epoch that runs or comes next. Filled by tokens, epochs differ by a few."""
+        return self.batches.whole(self._place)
+
     def __iter__(self) -> Iterator[Any]:
-        if self._taken is not None:
-            self._epoch, self._position, self._taken = self._epoch + 1, 0, None
+        self._leave_epoch()
         return self._take()
+
+    def _leave_epoch(self) -> None:
+        if self._taken is not None:
+            self._place, self._taken = Place(self._place.epoch + 1), None
 
     def _take(self) -> Iterator[Any]:
         self._processed_before = progress.processed_batches(self._trainer) if self._trainer else 0
         self._taken = 0
         fixed = self._trainer is not None and progress.overfits(self._trainer)
-        for batch in self._from(0 if fixed else self._epoch, self._position):
+        for batch in self._from(replace(self._place, epoch=0) if fixed else self._place):
             self._taken += 1
             yield batch
 
@@ -194,32 +225,33 @@ class ResumableLoader(ShardedLoader):
         if self._trainer is None:
             return
         progress.load_forgotten_states(self._trainer)
+        self._leave_epoch()
+        progress.announce_length(self._trainer)
         if self._restored:
             self._restored = False
-            over = self._position == 0 and progress.epoch_finished(self._trainer)
-            done = len(self) - (0 if over else self.batches.steps(self._position))
+            over = self._place.is_start and progress.epoch_finished(self._trainer)
+            done = len(self) - (0 if over else self.batches.steps(self._place))
             progress.align_counters(self._trainer, done, finished=over)
 
-    def state_dict(self) -> dict[str, int]:
-        """The next sample: `epoch`, `position` within it, and the `seed` and `samples` of the order they refer to."""
-        epoch, position = self._epoch, self._position
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next sample in the order, and what the order depends on: strings and integers."""
+        place = self._place
         if self._taken is not None:
             trained, finished = self._taken, False
             if self._trainer is not None:
                 processed = progress.processed_batches(self._trainer) - self._processed_before
                 trained = max(0, min(trained, processed) - progress.batches_without_step(self._trainer))
                 finished = progress.epoch_finished(self._trainer)
-            if finished or trained >= self.batches.steps(position):
-                epoch, position = epoch + 1, 0
-            else:
-                position = self.batches.advance(position, trained)
-        return {"epoch": epoch, "position": position, "seed": self.order.seed, "samples": self.order.size}
+            over = finished or trained >= self.batches.steps(place)
+            place = Place(place.epoch + 1) if over else self.batches.advance(place, trained)
+        return {**place.to_dict(), "seed": self.order.seed, "samples": self.order.size, **self.batches.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Goes on where `state_dict` was made, with any world size, batch size and number of workers.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was made, with any world size, batch size, token budget and number of workers.
 
         Raises:
-            CheckpointError: The state is of another order: another seed or number of samples.
+            CheckpointError: The state is of another order: another seed, number of samples or, filled by tokens,
+                other lengths; or it lies within an epoch of batches of the other kind.
         """
         for key, own in (("seed", self.order.seed), ("samples", self.order.size)):
             if state_dict.get(key) != own:
@@ -230,5 +262,6 @@ class ResumableLoader(ShardedLoader):
                     expected=state_dict.get(key),
                     mend="resume with the dataset, split and seed of the run, or start a new one from its weights",
                 )
-        self._epoch, self._position, self._taken = int(state_dict["epoch"]), int(state_dict["position"]), None
-        self._restored = True
+        place = Place.from_dict(state_dict)
+        self.batches.check(place, state_dict)
+        self._place, self._taken, self._restored = place, None, True

@@ -57,21 +57,28 @@ class SampleOrder:
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Dataset indices of the samples `start <= n < stop` of `epoch`: int64 `[stop - start]`."""
-        numbers = np.arange(start, stop, dtype=np.uint64)
+        return self.indices_of(epoch, np.arange(start, stop))
+
+    def seeds(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Seeds for the random augmentation of the same samples: int64 `[stop - start]`, not negative."""
+        return self.seeds_of(epoch, np.arange(start, stop))
+
+    def indices_of(self, epoch: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Dataset indices of any sample numbers: int64 of the shape of `numbers`."""
         if not self.shuffle or self.size == 1:
             return numbers.astype(np.int64)
         bits = (self.size - 1).bit_length()
         keys = [np.uint64(_key(self.seed, epoch, turn)) for turn in range(_ROUNDS)]
-        found = _permute(numbers, bits, keys)
+        found = _permute(numbers.astype(np.uint64), bits, keys)
         # Fewer than half of the 2^bits values lie outside; walking the cycle ends inside because it began inside.
         while (outside := found >= self.size).any():
             found[outside] = _permute(found[outside], bits, keys)
         return found.astype(np.int64)
 
-    def seeds(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Seeds for the random augmentation of the same samples: int64 `[stop - start]`, not negative."""
-        numbers = np.arange(start, stop, dtype=np.uint64)
-        mixed = _mix(numbers * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(_key(self.seed, epoch, _ROUNDS)))
+    def seeds_of(self, epoch: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Seeds of any sample numbers: int64 of the shape of `numbers`."""
+        salt = np.uint64(_key(self.seed, epoch, _ROUNDS))
+        mixed = _mix(numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ salt)
         return (mixed >> np.uint64(1)).astype(np.int64)
 
 
@@ -83,53 +90,3 @@ def _permute(values: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> ND
         high, low = low, high ^ (_mix(low ^ key) & np.uint64((1 << high_bits) - 1))
         low_bits, high_bits = high_bits, low_bits
     return (high << np.uint64(low_bits)) | low
-
-
-@dataclass(frozen=True)
-class GlobalBatches:
-    """How the samples of an epoch become the steps of all ranks.
-
-    A step takes the next `batch_size * world_size` samples, and rank `r` the `r`-th of the equal slices. Every rank
-    makes the same number of steps, and every sample is taken once. What is left at the end of an epoch:
-
-    - `drop_last`: samples that do not fill a step are left out; another epoch leaves out others.
-    - otherwise they make a last, smaller step, spread evenly; when they are fewer than the ranks they join the step
-      before, because a rank without a sample would hang the others.
-    - only where there is no step before (fewer samples than ranks in all, or left by a run on fewer ranks) are they
-      repeated on the ranks that would have none.
-
-    Args:
-        size: Number of samples of an epoch.
-        batch_size: Samples a rank takes in a step.
-        world_size: Number of ranks.
-        drop_last: See above.
-    """
-
-    size: int
-    batch_size: int
-    world_size: int = 1
-    drop_last: bool = False
-
-    @property
-    def step_size(self) -> int:
-        """Samples that all ranks together take in a step."""
-        return self.batch_size * self.world_size
-
-    def steps(self, position: int = 0) -> int:
-        """Number of steps from sample number `position` to the end of the epoch."""
-        full, rest = divmod(self.size - position, self.step_size)
-        if self.drop_last or rest == 0:
-            return full
-        return full + int(rest >= self.world_size or full == 0)
-
-    def advance(self, position: int, steps: int) -> int:
-        """Sample number reached by `steps` steps from `position`."""
-        return self.size if steps >= self.steps(position) else position + steps * self.step_size
-
-    def share(self, position: int, step: int, rank: int) -> tuple[int, int]:
-        """First and last-plus-one sample number that `rank` takes in the `step`-th step from `position`."""
-        start = position + step * self.step_size
-        count = (start + self.step_size if self.drop_last else self.advance(position, step + 1)) - start
-        if count < self.world_size:
-            return start + rank % count, start + rank % count + 1
-        return start + rank * count // self.world_size, start + (rank + 1) * count // self.world_size

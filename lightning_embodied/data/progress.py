@@ -1,7 +1,8 @@
 """Lightning's batch counters, read and set right where Lightning 2.6 leaves them wrong for a resumable loader.
 
 This is the only file of the room that touches private Lightning API: `trainer.fit_loop` with its `epoch_loop`,
-`epoch_progress`, `_combined_loader`, `_combined_loader_states_to_load`, `_data_fetcher`, and the loops' `restarting`.
+`epoch_progress`, `max_batches`, `_combined_loader`, `_combined_loader_states_to_load`, `_data_fetcher`, the loops'
+`restarting`, and `_parse_num_batches`.
 `tests/data/test_progress_contract.py` fails when Lightning changes any of it.
 """
 
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_embodied.errors import CheckpointError
 
@@ -73,6 +77,32 @@ def load_forgotten_states(trainer: Trainer) -> None:
         loader.load_state_dict(state)
     if loop.restarting and loop._data_fetcher is not None:
         iter(loop._data_fetcher)  # iterators made before the states were there start over
+
+
+def announce_length(trainer: Trainer) -> None:
+    """Tells Lightning how many batches the coming epoch has.
+
+    It asks once, when it builds the loaders. An epoch with more batches would be cut off, and one with fewer would end
+    without Lightning knowing its last batch, on which it steps the optimizer. Call before the epoch runs.
+    """
+    loop = trainer.fit_loop
+    combined, fetcher = loop._combined_loader, loop._data_fetcher
+    if combined is None or fetcher is None:
+        return
+    lengths = [sized_len(loader) for loader in combined.flattened]
+    limits = [
+        _parse_num_batches(
+            RunningStage.TRAINING, float("inf") if length is None else length, trainer.limit_train_batches
+        )
+        for length in lengths
+    ]
+    if limits == combined.limits:
+        return
+    combined.limits = limits
+    iter(fetcher)  # its iterator and its length hold the old limits
+    loop.max_batches = len(combined)
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
 
 
 def align_counters(trainer: Trainer, batches_done: int, finished: bool) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_embodied.errors import DatasetError
 from lightning_embodied.packing.planners import Pack
 
 _STEPS = 16
@@ -31,11 +30,9 @@ def balance_packs(
             transformer of that width.
 
     Returns:
-        For every step one pack per rank. If the packs do not divide by the number of ranks, the fullest ones are
-        split in two until they do: nothing is lost or repeated.
-
-    Raises:
-        DatasetError: There are too few samples to give every rank one in the last step.
+        For every step one pack per rank. Packs that do not divide by the number of ranks end in a last, smaller
+        step whose packs are split, so nothing is lost. Samples are repeated only where splitting cannot give every
+        rank one: as many as that step lacks.
     """
     whole = _divisible(packs, lengths, num_replicas)
     costs = [sum(lengths[i] + quadratic_cost * lengths[i] ** 2 for i in pack) for pack in whole]
@@ -48,17 +45,26 @@ def balance_packs(
 
 
 def _divisible(packs: Sequence[Pack], lengths: Sequence[int], num_replicas: int) -> list[Pack]:
+    """The packs, the last of them split (or, where that is impossible, repeated) until they divide by the ranks."""
+    missing = -len(packs) % num_replicas
+    if not missing:
+        return list(packs)
+    reach = num_replicas - missing  # the packs of the unfinished step; more if they have too few samples to split
+    while sum(len(pack) - 1 for pack in packs[-reach:]) < missing and reach < len(packs):
+        reach = min(len(packs), 2 * reach + num_replicas)
+    tail = _split(packs[-reach:], lengths, missing)
+    whole = [*packs[:-reach], *tail]
+    return whole + [tail[i % len(tail)] for i in range(-len(whole) % num_replicas)]
+
+
+def _split(packs: Sequence[Pack], lengths: Sequence[int], times: int) -> list[Pack]:
+    """Splits the fullest pack in two, `times` times or until every pack is one sample."""
     parts: dict[int, list[Pack]] = {index: [list(pack)] for index, pack in enumerate(packs)}
     fullest = [(-sum(lengths[i] for i in pack), index, pack) for index, pack in enumerate(packs) if len(pack) > 1]
     heapq.heapify(fullest)
-    for _ in range(-len(packs) % num_replicas):
+    for _ in range(times):
         if not fullest:
-            raise DatasetError(
-                "too few samples to give every rank a pack",
-                found=f"{sum(map(len, packs))} samples",
-                expected=f"a multiple of the {num_replicas} ranks",
-                mend="use fewer ranks or a larger dataset",
-            )
+            break
         _, index, pack = heapq.heappop(fullest)
         parts[index].remove(pack)
         for half in _halves(pack, lengths):

@@ -20,7 +20,7 @@ class VarlenPackingCollator:
     Args:
         encoder: How one sample becomes tokens.
         token_budget: Most tokens a batch may have, so that the memory of a step is known; a batch over it is an
-            error. `PackedBatchSampler` plans batches that fill the budget. Default: no limit.
+            error. `LeRobotDataModule` and `ResumableLoader` plan batches that fill one. Default: no limit.
         sort_by_length: Lay samples of equal lengths side by side instead of in the loader's order. On the CPU they
             then share one attention call, which pays in training with many short samples; `predict` returns its
             results in the order of the batch.
@@ -61,5 +61,5 @@ class VarlenPackingCollator:
             where=str(longest) if alone else f"{len(encoded)} samples, {encoded[0]} first",
             found=f"{longest.input_ids.shape[0] if alone else total} tokens",
             expected=f"at most {budget} (token_budget)",
-            mend="raise token_budget" if alone else "plan the batches with PackedBatchSampler, or raise token_budget",
+            mend="raise token_budget" if alone else "plan the batches (ResumableLoader with token_budget), or raise it",
         )

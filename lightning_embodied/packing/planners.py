@@ -8,11 +8,13 @@ positions in `lengths`; no planner loses, repeats or cuts a sample.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Literal, TypeVar, get_args
 
 from lightning_embodied.errors import ConfigError, DatasetError
 
+T = TypeVar("T")
 Pack = list[int]
 Planner = Literal["first-fit-decreasing", "best-fit-window", "padded", "length-grouped"]
 
@@ -32,30 +34,99 @@ def plan_packs(
         window: Samples that `best-fit-window` may choose from.
 
     Returns:
-        Packs of positions in `lengths`, each position once.
+        Packs of positions in `lengths`, each position once; the packs in the order of their first samples, so that
+        planners which sort do not turn an epoch into a curriculum of lengths.
 
     Raises:
         DatasetError: A sample is longer than the budget; names its position.
         ConfigError: No such planner, or the window is empty.
     """
+    check_budget(lengths, token_budget)
+    if planner == "first-fit-decreasing":
+        packs = _first_fit_decreasing(lengths, token_budget)
+    elif planner == "best-fit-window":
+        packs = list(pack_stream(range(len(lengths)), lengths.__getitem__, token_budget, window=window))
+    elif planner == "padded":
+        packs = _padded(lengths, token_budget, range(len(lengths)))
+    elif planner == "length-grouped":
+        packs = _padded(lengths, token_budget, sorted(range(len(lengths)), key=lengths.__getitem__))
+    else:
+        raise ConfigError("no such planner", found=planner, expected=", ".join(get_args(Planner)))
+    return sorted(packs, key=itemgetter(0))
+
+
+def pack_stream(
+    samples: Iterable[T], length: Callable[[T], int], token_budget: int, *, window: int = 64
+) -> Iterator[list[T]]:
+    """Packs samples as they arrive, by best fit in a bounded window.
+
+    The oldest waiting sample opens a pack, then always the longest one that still fits joins, so no sample waits for
+    ever.
+
+    Args:
+        samples: Any stream of samples, finite or not.
+        length: Tokens of a sample.
+        token_budget: Most tokens of a pack.
+        window: Samples to choose from.
+
+    Yields:
+        Packs, each sample in one of them.
+
+    Raises:
+        DatasetError: A sample is longer than the budget.
+        ConfigError: The window is empty.
+    """
+    if window < 1:
+        raise ConfigError("the packing window is empty", found=window, expected="at least 1")
+    arriving = enumerate(samples)
+    waiting: list[tuple[int, int, T]] = []  # (length, -number, sample), sorted: of equal lengths the oldest is last
+
+    def refill() -> None:
+        while len(waiting) < window and (arrived := next(arriving, None)) is not None:
+            number, sample = arrived
+            tokens = length(sample)
+            if tokens > token_budget:
+                raise _over_budget(f"sample {number}", tokens, token_budget)
+            bisect.insort(waiting, (tokens, -number, sample), key=itemgetter(0, 1))
+
+    refill()
+    while waiting:
+        tokens, _, sample = waiting.pop(max(range(len(waiting)), key=lambda place: waiting[place][1]))
+        pack, free = [sample], token_budget - tokens
+        refill()
+        while (fitting := bisect.bisect_right(waiting, free, key=itemgetter(0))) > 0:
+            tokens, _, sample = waiting.pop(fitting - 1)
+            pack.append(sample)
+            free -= tokens
+            refill()
+        yield pack
+
+
+def check_budget(lengths: Sequence[int], token_budget: int, name: Callable[[int], str] = "sample {}".format) -> None:
+    """Refuses samples that no pack can hold.
+
+    Args:
+        lengths: Tokens of each sample.
+        token_budget: Most tokens of a pack.
+        name: What to call the sample at a position.
+
+    Raises:
+        DatasetError: A sample is longer than the budget; names the first.
+    """
     over = [position for position, length in enumerate(lengths) if length > token_budget]
     if over:
-        raise DatasetError(
-            "a sample is over the token budget",
-            where=f"sample {over[0]}" + (f" and {len(over) - 1} more" if len(over) > 1 else ""),
-            found=f"{lengths[over[0]]} tokens",
-            expected=f"at most {token_budget} (token_budget)",
-            mend="raise token_budget, or drop such samples: PackedBatchSampler(over_budget='drop')",
-        )
-    if planner == "first-fit-decreasing":
-        return _first_fit_decreasing(lengths, token_budget)
-    if planner == "best-fit-window":
-        return list(_best_fit_window(lengths, token_budget, window))
-    if planner == "padded":
-        return _padded(lengths, token_budget, range(len(lengths)))
-    if planner == "length-grouped":
-        return _padded(lengths, token_budget, sorted(range(len(lengths)), key=lengths.__getitem__))
-    raise ConfigError("no such planner", found=planner, expected=", ".join(get_args(Planner)))
+        more = f" and {len(over) - 1} more" if len(over) > 1 else ""
+        raise _over_budget(name(over[0]) + more, lengths[over[0]], token_budget)
+
+
+def _over_budget(where: str, tokens: int, token_budget: int) -> DatasetError:
+    return DatasetError(
+        "a sample is over the token budget",
+        where=where,
+        found=f"{tokens} tokens",
+        expected=f"at most {token_budget} (token_budget)",
+        mend="raise token_budget, or leave such samples out: PackingOptions(over_budget='drop')",
+    )
 
 
 def padding_share(lengths: Sequence[int], packs: Sequence[Pack], token_budget: int) -> float:
@@ -101,31 +172,6 @@ class _FreeSpace:
             node //= 2
             self.most[node] = max(self.most[2 * node], self.most[2 * node + 1])
         return index
-
-
-def _best_fit_window(lengths: Sequence[int], budget: int, window: int) -> Iterator[Pack]:
-    """The oldest waiting sample opens a pack, then always the longest one that still fits joins."""
-    if window < 1:
-        raise ConfigError("the packing window is empty", found=window, expected="at least 1")
-    arriving = iter(range(len(lengths)))
-    waiting: list[tuple[int, int]] = []  # (length, -position), sorted: of equal lengths the oldest is last
-
-    def refill() -> None:
-        while len(waiting) < window and (position := next(arriving, None)) is not None:
-            bisect.insort(waiting, (lengths[position], -position))
-
-    refill()
-    while waiting:
-        first = max(waiting, key=lambda item: item[1])
-        waiting.remove(first)
-        pack, free = [-first[1]], budget - first[0]
-        refill()
-        while (fitting := bisect.bisect_right(waiting, (free, 0))) > 0:
-            length, position = waiting.pop(fitting - 1)
-            pack.append(-position)
-            free -= length
-            refill()
-        yield pack
 
 
 def _padded(lengths: Sequence[int], budget: int, order: Sequence[int]) -> list[Pack]:

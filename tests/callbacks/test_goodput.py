@@ -120,6 +120,8 @@ def test_rates_shares_and_padding(tmp_path):
     assert set(last) == {"tokens_per_s", "samples_per_s", "data_wait", "padding"}, "at most four values in the bar"
     assert float(rows[-1]["padding_avoided"]) == pytest.approx(1 - 18 / 26)
     assert float(rows[-1]["tokens_per_s"]) == pytest.approx(18 / 8)
+    assert float(rows[-1]["samples_per_batch"]) == pytest.approx(2.5)
+    assert "fill" not in rows[-1], "there is no budget to fill"
 
 
 def test_accumulation_does_not_change_the_rates(tmp_path):

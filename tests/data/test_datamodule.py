@@ -10,9 +10,10 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
+from lightning_embodied.callbacks import GoodputMonitor
 from lightning_embodied.data import LeRobotDataModule, SampleOrder, compute_stats
 from lightning_embodied.errors import CheckpointError, ConfigError, DatasetError
-from lightning_embodied.packing import PackedBatch, SampleEncoder, VarlenPackingCollator
+from lightning_embodied.packing import PackedBatch, PackingOptions, SampleEncoder, VarlenPackingCollator
 
 ROOT = Path(__file__).parents[1] / "fixtures" / "lerobot_v30_chunks" / "dataset"
 CAMERA = "observation.images.top"
@@ -239,6 +240,71 @@ def test_the_seed_of_seed_everything_is_the_default(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED")
 
 
+def budgeted(**options):
+    data = module(token_budget=60, **options)
+    data.setup()
+    return data
+
+
+def test_batches_are_filled_by_tokens_known_from_metadata(tmp_path):
+    data = budgeted(cameras=[CAMERA])
+    encoder, dataset = data.collator.encoder, data.train_dataset
+    counts = dataset.token_counts(encoder.count_tokens)
+    assert counts.tolist() == [encoder.length(dataset[i]) for i in range(len(dataset))]
+    batches = list(data.train_dataloader())
+    assert max(batch.num_tokens for batch in batches) <= 60
+    found = [(int(e), int(f)) for b in batches for e, f in zip(b.episode_index, b.frame_index, strict=True)]
+    assert sorted(found) == every_frame(dataset)
+    held_out = [
+        (int(e), int(f)) for b in data.val_dataloader() for e, f in zip(b.episode_index, b.frame_index, strict=True)
+    ]
+    assert sorted(held_out) == every_frame(data.val_dataset)
+
+
+@pytest.mark.parametrize("devices", [(2, 1), (1, 2)], ids=str)
+def test_a_token_budget_resumes_on_other_ranks_workers_and_budgets(tmp_path, devices):
+    ckpt = tmp_path / "stop.ckpt"
+    before = fit(tmp_path / "before", budgeted(num_workers=1), devices=devices[0], callbacks=[StopAt(ckpt, 5)])
+    state = torch.load(ckpt, weights_only=False)["LeRobotDataModule"]["order"]
+    assert [(entry["steps"], entry["num_replicas"]) for entry in state["taken"]] == [(5, devices[0])]
+    json.dumps(state)
+    data = module(token_budget=45)
+    after = fit(tmp_path / "after", data, ckpt=ckpt, devices=devices[1])
+    data.setup()
+    for epoch in range(2):
+        seen = frames(line for line in before + after if line["epoch"] == epoch)
+        assert sorted(seen) == every_frame(data.train_dataset)
+
+
+def test_a_frame_over_the_budget_is_named_or_left_out_and_counted():
+    data = budgeted()
+    counts = data.train_dataset.token_counts(data.collator.encoder.count_tokens)
+    budget, longest = int(counts.max()) - 1, int(counts.argmax())
+    over, which = int((counts > budget).sum()), every_frame(data.train_dataset)[longest]
+    strict = module(token_budget=budget)
+    strict.setup()
+    with pytest.raises(DatasetError, match=f"episode {which[0]}, frame {which[1]}"):
+        strict.train_dataloader()
+    loose = module(token_budget=budget, packing=PackingOptions(over_budget="drop"))
+    loose.setup()
+    with pytest.warns(UserWarning, match=f"{over} of {len(counts)} samples"):
+        loader = loose.train_dataloader()
+    assert sum(batch.batch_size for batch in loader) == len(counts) - over
+
+
+def test_the_monitor_logs_how_full_packs_are(tmp_path):
+    data, values = budgeted(), []
+
+    class Read(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            values.append((trainer.logged_metrics, batch))
+
+    fit(tmp_path / "run", data, callbacks=[GoodputMonitor(window=1), Read()], max_steps=3, log_every_n_steps=1)
+    for logged, batch in values:
+        assert float(logged["fill"]) == pytest.approx(batch.num_tokens / 60)
+        assert float(logged["samples_per_batch"]) == batch.batch_size
+
+
 @pytest.mark.parametrize("other", [{"seed": 6}, {"val_episodes": 3}], ids=str)
 def test_resume_with_another_order_is_refused(tmp_path, other):
     ckpt = tmp_path / "stop.ckpt"
@@ -256,15 +322,18 @@ def test_resume_on_another_dataset_is_refused_but_not_its_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"action_horizon": 0}, {"batch_size": 0}, {"num_workers": -1}, {"val_episodes": -1}], ids=str
+    "options",
+    [{"action_horizon": 0}, {"batch_size": 0}, {"token_budget": 0}, {"num_workers": -1}, {"val_episodes": -1}],
+    ids=str,
 )
 def test_numbers_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         module(**options)
 
 
-def test_a_batch_larger_than_the_dataset_is_refused():
-    data = module(batch_size=1000)
+@pytest.mark.parametrize("options", [{"batch_size": 1000}, {"token_budget": 10**6}], ids=str)
+def test_a_batch_larger_than_the_dataset_is_refused(options):
+    data = module(**options)
     data.setup()
     with pytest.raises(ConfigError, match="larger than the training set"):
         data.train_dataloader()
@@ -292,7 +361,9 @@ def test_yaml_makes_one():
     encoder = {"class_path": "lightning_embodied.packing.SampleEncoder", "init_args": {"patch_size": 16}}
     collator = {"class_path": "lightning_embodied.packing.VarlenPackingCollator", "init_args": {"encoder": encoder}}
     options = {"root": str(ROOT), "collator": collator, "val_episodes": 0.2, "action_horizon": 8}
+    options |= {"token_budget": 4096, "packing": {"window": 128}}
     config = parser.parse_object({"data": {"class_path": "LeRobotDataModule", "init_args": options}})
     data = parser.instantiate_classes(config).data
     assert isinstance(data.collator.encoder, SampleEncoder)
     assert (data.val_episodes, data.action_horizon) == (0.2, 8)
+    assert (data.token_budget, data.packing) == (4096, PackingOptions(window=128))

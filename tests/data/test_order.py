@@ -1,11 +1,9 @@
-from itertools import chain
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_embodied.data.order import GlobalBatches, SampleOrder
+from lightning_embodied.data.order import SampleOrder
 from lightning_embodied.errors import ConfigError
 
 settings.register_profile("order", deadline=None)
@@ -13,15 +11,6 @@ settings.load_profile("order")
 SIZES = st.integers(1, 700)
 SEEDS = st.integers(-(2**70), 2**70)
 EPOCHS = st.integers(0, 10_000)
-
-
-def rank_samples(order: SampleOrder, batches: GlobalBatches, epoch: int, position: int = 0) -> list[list[list[int]]]:
-    """`[step][rank]` -> samples."""
-    samples = order.indices(epoch, 0, order.size).tolist()
-    return [
-        [samples[slice(*batches.share(position, step, rank))] for rank in range(batches.world_size)]
-        for step in range(batches.steps(position))
-    ]
 
 
 @given(SIZES, SEEDS, EPOCHS)
@@ -36,6 +25,9 @@ def test_any_part_is_found_without_the_rest(size, seed, epoch, data):
     order = SampleOrder(size, seed)
     assert order.indices(epoch, start, stop).tolist() == order.indices(epoch, 0, size)[start:stop].tolist()
     assert order.seeds(epoch, start, stop).tolist() == order.seeds(epoch, 0, size)[start:stop].tolist()
+    numbers = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=5)), dtype=np.int64)
+    assert order.indices_of(epoch, numbers).tolist() == order.indices(epoch, 0, size)[numbers].tolist()
+    assert order.seeds_of(epoch, numbers).tolist() == order.seeds(epoch, 0, size)[numbers].tolist()
 
 
 @given(st.integers(50, 700), SEEDS, EPOCHS)
@@ -86,44 +78,3 @@ def test_a_large_dataset_needs_no_memory():
 def test_an_empty_order_is_refused():
     with pytest.raises(ConfigError, match="at least one sample"):
         SampleOrder(0)
-
-
-@given(SIZES, st.integers(1, 9), st.integers(1, 7), st.booleans())
-def test_ranks_share_an_epoch_without_loss_or_repeat(size, batch_size, world, drop_last):
-    batches = GlobalBatches(size, batch_size, world, drop_last)
-    steps = rank_samples(SampleOrder(size, 1), batches, 0)
-    taken = [sample for ranks in steps for samples in ranks for sample in samples]
-    assert all(samples for ranks in steps for samples in ranks), "no rank is ever without a sample"
-    if drop_last:
-        assert len(taken) == len(set(taken)) == size // batches.step_size * batches.step_size
-    elif size >= world:
-        assert sorted(taken) == list(range(size))
-        assert max((len(samples) for ranks in steps for samples in ranks), default=0) <= batch_size + 1
-    else:
-        assert set(taken) == set(range(size))
-
-
-@given(SIZES, st.integers(1, 5), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3, 4, 6]))
-def test_steps_do_not_depend_on_the_number_of_ranks(size, per_rank, world, other):
-    order, step = SampleOrder(size, 1), per_rank * 12
-    one = rank_samples(order, GlobalBatches(size, step // world, world), 0)
-    two = rank_samples(order, GlobalBatches(size, step // other, other), 0)
-    for ours, theirs in zip(one[:-2], two[:-2], strict=False):
-        assert list(chain(*ours)) == list(chain(*theirs))
-
-
-@settings(max_examples=200)
-@given(st.integers(8, 400), st.integers(1, 5), st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.data())
-def test_resume_with_other_ranks_takes_exactly_the_rest(size, batch, world, new_batch, new_world, data):
-    order, before = SampleOrder(size, 1), GlobalBatches(size, batch, world)
-    done = data.draw(st.integers(0, before.steps()))
-    position = before.advance(0, done)
-    after = GlobalBatches(size, new_batch, new_world)
-    assert after.steps(position) <= after.steps(), "the counters of a resumed epoch never begin below zero"
-    first = [s for ranks in rank_samples(order, before, 0)[:done] for samples in ranks for s in samples]
-    rest = [s for ranks in rank_samples(order, after, 0, position) for samples in ranks for s in samples]
-    assert first == order.indices(0, 0, position).tolist()
-    if size - position >= new_world or position == size:
-        assert rest == order.indices(0, position, size).tolist()
-    else:
-        assert set(rest) == set(order.indices(0, position, size).tolist())

@@ -13,8 +13,11 @@ from torch.utils.data import Dataset
 from lightning_embodied.data.loader import ResumableLoader
 from lightning_embodied.data.order import SampleOrder
 from lightning_embodied.errors import CheckpointError
+from lightning_embodied.packing import PackingOptions
 
 SIZE = 43
+LENGTHS = [1 + 7 * n % 13 for n in range(SIZE)]
+BUDGET = 20
 
 
 class Numbers(Dataset):
@@ -30,9 +33,11 @@ class Numbers(Dataset):
 class Recorder(LightningModule):
     """Writes down what each training step is given."""
 
-    def __init__(self, record: Path, *, workers=0, batch_size=4, seed=3, estimate=False, fail_at=None):
+    def __init__(self, record: Path, *, workers=0, batch_size=4, budget=None, seed=3, estimate=False, fail_at=None):
         super().__init__()
-        self.record, self.workers, self.batch_size, self.seed = record, workers, batch_size, seed
+        self.record, self.workers, self.seed = record, workers, seed
+        by_tokens = {"token_budget": budget, "lengths": LENGTHS, "packing": PackingOptions(window=1)}
+        self.batching = by_tokens if budget else {"batch_size": batch_size}
         self.estimate, self.fail_at = estimate, fail_at
         self.layer = torch.nn.Linear(1, 1)
 
@@ -41,7 +46,7 @@ class Recorder(LightningModule):
             Numbers(),
             SampleOrder(SIZE, self.seed),
             trainer=self.trainer,
-            batch_size=self.batch_size,
+            **self.batching,
             num_workers=self.workers,
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
@@ -262,3 +267,79 @@ def test_another_seed_is_refused(tmp_path):
     run(tmp_path, "before", callbacks=[StopAt(ckpt, 5)])
     with pytest.raises(CheckpointError, match="another seed"):
         run(tmp_path, "after", ckpt=ckpt, seed=4)
+
+
+def packed(tmp_path, name, **options):
+    return run(tmp_path, name, **{"budget": BUDGET, **options})
+
+
+def each_once(lines, epochs=3):
+    """Whether every epoch has every sample once; packing takes them slightly out of order."""
+    found = [sorted(stream([line for line in lines if line["epoch"] == epoch])) for epoch in range(epochs)]
+    return found == [list(range(SIZE))] * epochs
+
+
+@pytest.fixture(scope="module")
+def whole_packed(tmp_path_factory):
+    return packed(tmp_path_factory.mktemp("packed"), "whole")
+
+
+def steps_by_epoch(lines):
+    return [sum(line["epoch"] == epoch for line in lines) for epoch in range(3)]
+
+
+def test_packed_epochs_of_unequal_numbers_of_steps_are_trained_whole(tmp_path, whole_packed):
+    assert each_once(whole_packed)
+    assert max(sum(LENGTHS[n] for n in line["ids"]) for line in whole_packed) <= BUDGET
+    epochs = steps_by_epoch(whole_packed)
+    assert len(set(epochs)) > 1, "or Lightning would not have to be told"
+    assert [line["batch_idx"] for line in whole_packed] == joined(range(steps) for steps in epochs)
+    accumulated = packed(tmp_path, "accumulated", trainer_options={"accumulate_grad_batches": 4})
+    assert [line["ids"] for line in accumulated] == [line["ids"] for line in whole_packed]
+    steps = joined([sum(-(-n // 4) for n in epochs[:e]) + i // 4 for i in range(n)] for e, n in enumerate(epochs))
+    assert [line["step"] for line in accumulated] == steps, "the last batch of an epoch steps the optimizer"
+
+
+@pytest.mark.parametrize("estimate", [False, True], ids=["plain", "estimated_stepping_batches"])
+@pytest.mark.parametrize("limits", [{}, {"max_steps": 45}], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [("on_train_batch_end", place) for place in ((0, 1), (1, 5), (1, 0), (2, 0))]
+    + [("on_train_epoch_end", (1, 0)), ("on_train_epoch_start", (2, 0))],
+)
+def test_packed_resume_continues_the_stream_and_the_counters(tmp_path, whole_packed, hook, place, limits, estimate):
+    batches = sum(steps_by_epoch(whole_packed)[: place[0]]) + place[1]
+    options, ckpt = {"max_epochs": 3, **limits}, tmp_path / "stop.ckpt"
+    callbacks = [StopAt(ckpt, batches, hook)]
+    before = packed(tmp_path, "before", callbacks=callbacks, estimate=estimate, trainer_options=options)
+    after = packed(tmp_path, "after", ckpt=ckpt, estimate=estimate, trainer_options=options)
+    for key in ("ids", "noise", "epoch", "step", "batch_idx"):
+        wanted = [line[key] for line in whole_packed[: limits.get("max_steps")]]
+        assert [line[key] for line in before + after] == wanted, key
+
+
+def test_packed_broken_off_batches_and_accumulation_windows_are_trained_again(tmp_path, whole_packed):
+    options, saver = {"accumulate_grad_batches": 4}, OnExceptionCheckpoint(tmp_path, "broken")
+    whole = packed(tmp_path, "whole", trainer_options=options)
+    before = packed(tmp_path, "before", callbacks=[saver], fail_at=7, trainer_options=options)
+    after = packed(tmp_path, "after", ckpt=tmp_path / "broken.ckpt", trainer_options=options)
+    for key in ("ids", "epoch", "step", "batch_idx"):
+        assert [line[key] for line in before[:4] + after] == [line[key] for line in whole], key
+
+
+@pytest.mark.parametrize("hops", [[(2, 20, 0), (1, 20, 2)], [(1, 20, 2), (2, 16, 0), (1, 33, 0)]], ids=str)
+def test_packed_run_moves_to_other_ranks_workers_and_budgets(tmp_path, whole_packed, hops):
+    lines, ckpt = [], None
+    for number, (devices, budget, workers) in enumerate(hops):
+        path = tmp_path / f"{number}.ckpt"
+        callbacks = [] if number == len(hops) - 1 else [StopAt(path, (number + 1) * 3)]
+        lines += packed(
+            tmp_path, f"run{number}", ckpt=ckpt, devices=devices, budget=budget, workers=workers, callbacks=callbacks
+        )
+        ckpt = path
+    assert each_once(lines)
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    noise = [dict(zip(line["ids"], line["noise"], strict=True)) for line in lines if line["epoch"] == 0]
+    before = [dict(zip(line["ids"], line["noise"], strict=True)) for line in whole_packed if line["epoch"] == 0]
+    merged, wanted = ({k: v for part in parts for k, v in part.items()} for parts in (noise, before))
+    assert merged == wanted, "augmentation depends on how samples are packed"

@@ -59,7 +59,7 @@ def test_a_sample_over_the_budget_is_named():
 
 
 def test_a_batch_over_the_budget_points_to_the_planner():
-    with pytest.raises(DatasetError, match="PackedBatchSampler"):
+    with pytest.raises(DatasetError, match="ResumableLoader"):
         VarlenPackingCollator(ENCODER, token_budget=40)(SAMPLES)
     total = sum(ENCODER.length(sample) for sample in SAMPLES)
     assert VarlenPackingCollator(ENCODER, token_budget=total)(SAMPLES).num_tokens == total

@@ -6,8 +6,6 @@ it is the same for any number of ranks and workers and after a resumed run.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -36,7 +34,7 @@ def shift_pictures(batch: PackedBatch, encoder: SampleEncoder, pixels: int, step
     sample = torch.searchsorted(batch.cu_seqlens, first_tokens.int(), right=True) - 1
     within = batch.position_ids[first_tokens]
     keys = mix_keys(batch.dataset[sample], batch.episode_index[sample], batch.frame_index[sample], within, step)
-    return dataclasses.replace(batch, pixel_values=random_shift(batch.pixel_values, keys, pixels))
+    return batch.replace(pixel_values=random_shift(batch.pixel_values, keys, pixels))
 
 
 def random_shift(pixel_values: Tensor, keys: Tensor, pixels: int) -> Tensor:

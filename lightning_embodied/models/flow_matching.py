@@ -21,7 +21,7 @@ def sample_time(shape: tuple[int, ...], device: torch.device | None = None) -> T
     The Beta draw is `u ** (1 / 1.5)`, its inverse distribution function, so one uniform number is used per time.
     """
     low, high = TIME_RANGE
-    return torch.rand(shape, device=device).pow_(1.0 / TIME_ALPHA).mul_(high - low).add_(low)
+    return torch.rand(shape, device=device, dtype=torch.float32).pow_(1.0 / TIME_ALPHA).mul_(high - low).add_(low)
 
 
 def interpolate(actions: Tensor, noise: Tensor, time: Tensor) -> Tensor:

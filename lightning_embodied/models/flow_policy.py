@@ -119,7 +119,8 @@ class FlowMatchingPolicy(PolicyModule):
             tokens = tokens.index_copy(0, picture_positions(batch, self.encoder), pictures.flatten(0, 1))
         if self.state_normalizer.dim:
             last = batch.cu_seqlens[1:].long() - 1
-            tokens = tokens.index_copy(0, last, self.state_in(self.normalized_state(batch)).to(tokens.dtype))
+            state = self.normalized_state(batch).to(self.token_embedding.weight.dtype)
+            tokens = tokens.index_copy(0, last, self.state_in(state).to(tokens.dtype))
         return tokens
 
     def camera_indices(self, batch: PackedBatch) -> Tensor:
@@ -151,7 +152,7 @@ class FlowMatchingPolicy(PolicyModule):
         actions = self.normalized_actions(batch)[:, None]
         draws = (batch.batch_size, self.noise_samples_per_observation)
         if noise is None:
-            noise = torch.randn(*draws, *actions.shape[2:], device=actions.device)
+            noise = torch.randn(*draws, *actions.shape[2:], device=actions.device, dtype=actions.dtype)
         if time is None:
             time = sample_time(draws, actions.device)
         velocity = self.velocity(self.encode_prefix(batch), interpolate(actions, noise, time), time)

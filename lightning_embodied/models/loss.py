@@ -41,7 +41,7 @@ class LossTerms:
             loss_weight: float32 `[B]`.
         """
         weight = loss_weight[:, None] * ~action_is_pad
-        per_step = losses.float().sum(-1)
+        per_step = losses.to(torch.promote_types(losses.dtype, torch.float32)).sum(-1)
         draws = 1
         if losses.dim() == 4:
             draws, per_step = losses.shape[1], per_step.sum(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -117,15 +118,16 @@ class PolicyModule(LightningModule):
         It is drawn on the CPU (or the generator's device), so that it is the same wherever the policy runs.
         """
         shape = (self.spec.action_horizon, self.action_normalizer.dim)
+        draw = partial(torch.randn, dtype=torch.float32)  # the default dtype is another one while Lightning trains
         if isinstance(generator, Sequence):
-            noise = torch.stack([torch.randn(shape, generator=one, device=one.device) for one in generator])
+            noise = torch.stack([draw(shape, generator=one, device=one.device) for one in generator])
         elif generator is not None:
-            noise = torch.randn(batch_size, *shape, generator=generator, device=generator.device)
+            noise = draw(batch_size, *shape, generator=generator, device=generator.device)
         elif self.sampling_seed is not None:
             seeded = torch.Generator().manual_seed(self.sampling_seed)
-            noise = torch.randn(1, *shape, generator=seeded).expand(batch_size, -1, -1)
+            noise = draw(1, *shape, generator=seeded).expand(batch_size, -1, -1)
         else:
-            noise = torch.randn(batch_size, *shape)
+            noise = draw(batch_size, *shape)
         return noise.to(self.device)
 
     # Acting.

@@ -6,18 +6,18 @@ The layout is that of variable-length attention kernels (`cu_seqlens`, FlashAtte
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class PackedBatch:
     """`B` samples packed into `T` tokens. Lightning moves it between devices through `to`.
+
+    It is no dataclass: Lightning's half precisions (`bf16-true`) would convert the fields of one and so round states
+    and actions before they are normalised.
 
     Attributes:
         input_ids: int64 `[T]`. Text tokens, and the placeholder ids of `SampleEncoder` where the model puts image
@@ -36,19 +36,36 @@ class PackedBatch:
         image_keys: `N_images` feature keys: which camera each picture is from.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    pixel_values: Tensor
-    state: Tensor
-    actions: Tensor
-    action_is_pad: Tensor
-    loss_weight: Tensor
-    dataset: Tensor
-    episode_index: Tensor
-    frame_index: Tensor
-    image_keys: tuple[str, ...] = ()
+    def __init__(
+        self,
+        *,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        pixel_values: Tensor,
+        state: Tensor,
+        actions: Tensor,
+        action_is_pad: Tensor,
+        loss_weight: Tensor,
+        dataset: Tensor,
+        episode_index: Tensor,
+        frame_index: Tensor,
+        image_keys: tuple[str, ...] = (),
+    ) -> None:
+        self.input_ids = input_ids
+        self.position_ids = position_ids
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self.pixel_values = pixel_values
+        self.state = state
+        self.actions = actions
+        self.action_is_pad = action_is_pad
+        self.loss_weight = loss_weight
+        self.dataset = dataset
+        self.episode_index = episode_index
+        self.frame_index = frame_index
+        self.image_keys = image_keys
 
     @property
     def batch_size(self) -> int:
@@ -60,6 +77,10 @@ class PackedBatch:
         """Number of tokens `T`."""
         return self.input_ids.shape[0]
 
+    def replace(self, **changes: Any) -> PackedBatch:  # noqa: ANN401
+        """The batch with other values of some attributes."""
+        return PackedBatch(**{**vars(self), **changes})
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The batch on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -69,9 +90,4 @@ class PackedBatch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
-        moved: dict[str, Any] = {
-            field.name: function(value)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        return self.replace(**{name: function(value) for name, value in vars(self).items() if torch.is_tensor(value)})

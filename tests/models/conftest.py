@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import numpy as np
 import pytest
 import torch
@@ -97,13 +95,6 @@ def observations_of(samples: list[dict], cameras=CAMERAS) -> dict:
     """Batched observations; every sample must have the cameras asked for."""
     keys = ["observation.state", *cameras]
     return {**{key: torch.stack([s[key] for s in samples]) for key in keys}, "task": [s["task"] for s in samples]}
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """Training under a real Trainer: the exact global mean, learning, averaging of weights, the learning rate."""
 
 import math
-import os
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
-from torch import multiprocessing
 
 from lightning_embodied.models import FlowMatchingPolicy
 from lightning_embodied.models.optimization import adamw, warmup_cosine
@@ -95,51 +93,19 @@ def test_clipping_sees_the_global_mean():
     assert norm == pytest.approx(1e-3, rel=1e-3)
 
 
-class PerRank(TinyDataModule):
-    """Ranks hold different numbers of samples: 3 batches of 2 on rank 0, 3 of 1 on rank 1."""
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+def test_half_precisions_train_on_states_and_actions_that_nothing_rounded(precision):
+    class Keep(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            self.batch = batch
 
-    def train_dataloader(self):
-        rank = self.trainer.global_rank
-        own = self.samples[:6] if rank == 0 else self.samples[6:9]
-        return TinyDataModule(own, 2 if rank == 0 else 1).train_dataloader()
-
-
-def train_rank(rank, port, accumulation, path):
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        WORLD_SIZE="2",
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        TORCHELASTIC_RUN_ID="test",
-    )
-    torch.set_num_threads(1)
-    keep = KeepGradients()
-    trainer = make_trainer(
-        max_epochs=1,
-        strategy="ddp",
-        devices=2,
-        limit_train_batches=accumulation,
-        accumulate_grad_batches=accumulation,
-        callbacks=[keep],
-        limit_val_batches=0,
-    )
-    trainer.fit(fixed_policy(), datamodule=PerRank(make_samples(9), 2))
-    torch.save(keep.gradients[0], f"{path}/{rank}.pt")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_two_ranks_with_different_numbers_of_samples(accumulation, tmp_path, free_port):
-    multiprocessing.start_processes(
-        train_rank, args=(free_port, accumulation, str(tmp_path)), nprocs=2, start_method="spawn"
-    )
-    samples = make_samples(9)
-    seen = samples if accumulation == 3 else [*samples[:2], samples[6]]
-    expected = reference_gradients(seen)
-    for rank in (0, 1):
-        assert_equal(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected)
+    samples, keep = make_samples(4), Keep()
+    trainer = make_trainer(max_steps=1, precision=precision, callbacks=[keep])
+    trainer.fit(make_policy(), datamodule=TinyDataModule(samples, 4))
+    assert torch.equal(keep.batch.actions, torch.stack([sample["action"] for sample in samples]))
+    assert torch.equal(keep.batch.state, torch.stack([sample["observation.state"] for sample in samples]))
+    exact = fixed_policy()(make_collator()(samples)).mean
+    assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(float(exact), rel=1.0)
 
 
 class RandomStateKept(Callback):

@@ -29,7 +29,6 @@ _EXTRAS = {
     "ray": "ray",
     "webdataset": "webdataset",
     "transformers": "models",
-    "peft": "models",
     "torchao": "fp8",
 }
 _CORE = ("torch", "lightning", "jsonargparse", "numpy", "pyarrow", "safetensors", "tokenizers", "av", "rich", "jinja2")

@@ -153,7 +153,7 @@ def test_constraints_pin_every_dependency():
     assert pins["torch"] == "2.13.0"
     assert not any("+" in version for version in pins.values())
     wanted = list(PROJECT["project"]["dependencies"])
-    for extra in ("wandb", "sim", "dev"):
+    for extra in ("wandb", "sim", "models", "dev"):
         wanted += PROJECT["project"]["optional-dependencies"][extra]
     for requirement in wanted:
         name = requirement.split("[")[0].split(">")[0].split("=")[0].split(",")[0].strip().lower()

@@ -1,6 +1,7 @@
 """Lightning callbacks; they may use any room, and no room uses them."""
 
+from lightning_embodied.callbacks.attention import ForceAttentionBackend as ForceAttentionBackend
 from lightning_embodied.callbacks.goodput import BatchSize as BatchSize
 from lightning_embodied.callbacks.goodput import GoodputMonitor as GoodputMonitor
 
-__all__ = ["BatchSize", "GoodputMonitor"]
+__all__ = ["BatchSize", "ForceAttentionBackend", "GoodputMonitor"]

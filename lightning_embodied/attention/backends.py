@@ -1,7 +1,7 @@
 """Which kernel computes variable-length attention: the one place that chooses.
 
-On CUDA FlashAttention if it is installed, else torch's own `varlen_attn`; on the CPU torch's flash kernels through
-`cpu.py`; the dense reference for what none of them does. A choice can be forced by name.
+On CUDA the FlashAttention made for the GPU if it is installed, else torch's own `varlen_attn`; on the CPU torch's flash
+kernels through `cpu.py`; elsewhere, and for float32 on a GPU, padding inside the call. A choice can be forced by name.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_embodied.attention.cpu import varlen_attention_cpu
+from lightning_embodied.attention.cuda import flash_attention, torch_varlen
+from lightning_embodied.attention.padded import varlen_attention_padded
 from lightning_embodied.attention.reference import varlen_attention_reference
 from lightning_embodied.errors import ConfigError
 
 HALF = (torch.float16, torch.bfloat16)
 
+Capability = tuple[int, int]
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool, float], Tensor]
 
 
@@ -34,6 +39,7 @@ class AttentionBackend:
         device: Device type it runs on; empty for any.
         dtypes: Dtypes it takes; empty for any floating dtype.
         kernel: The function, with checked arguments.
+        largest_head: Largest width of a head; widths are multiples of 8 then. 0 for any.
     """
 
     name: str
@@ -42,30 +48,81 @@ class AttentionBackend:
     device: str
     dtypes: tuple[torch.dtype, ...]
     kernel: Kernel
+    largest_head: int = 0
 
     def takes(self, query: Tensor) -> bool:
         """Whether it can compute these tensors here."""
         right_dtype = not self.dtypes or query.dtype in self.dtypes
-        return self.available and self.device in ("", query.device.type) and right_dtype
+        width = query.shape[2]
+        right_head = not self.largest_head or (width <= self.largest_head and width % 8 == 0)
+        return self.available and self.device in ("", query.device.type) and right_dtype and right_head
+
+    @property
+    def limits(self) -> str:
+        """What tensors it takes, for an error message."""
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes) or "any dtype"
+        heads = f", heads of up to {self.largest_head} in eights" if self.largest_head else ""
+        return f"{self.device or 'any device'}, {dtypes}{heads}"
 
 
 def attention_backends() -> tuple[AttentionBackend, ...]:
     """All backends in order of preference, with the reason why each is or is not available here."""
-    return _BACKENDS
+    if torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    return _backends
 
 
-def _find_backends() -> tuple[AttentionBackend, ...]:
-    cuda = "" if torch.cuda.is_available() else "no CUDA device"
-    flash = cuda or _missing("flash_attn")
-    varlen = cuda or _missing("torch.nn.attention.varlen")
+def _find_backends(capability: Capability | None = None) -> tuple[AttentionBackend, ...]:
+    """The backends where the GPU has that compute capability (None: where no GPU is in use)."""
+    cpu = "torch's CPU flash kernels, one call per run of equal lengths"
     return (
-        AttentionBackend("flash-attn", not flash, flash or "installed", "cuda", HALF, _flash_attn),
-        AttentionBackend("torch-varlen", not varlen, varlen or "part of torch", "cuda", HALF, _torch_varlen),
-        AttentionBackend("cpu-flash", True, "torch's CPU flash kernels, one call per run of equal lengths", "cpu",
-                         (torch.float32, torch.float64, *HALF), _cpu_flash),
-        AttentionBackend("reference", True, "dense softmax per segment: any dtype, any device, slow", "", (),
-                         _reference),
+        # FlashAttention 3 is written for Hopper and 4 for Blackwell; 2 runs on both, and on Ampere and Ada.
+        _flash("flash-attn-3", "flash_attn_interface", capability, oldest=9, newest=9),
+        _flash("flash-attn-4", "flash_attn.cute", capability, oldest=10, largest_head=128),
+        _flash("flash-attn-2", "flash_attn", capability, oldest=8),
+        _torch_varlen(capability),
+        AttentionBackend("cpu-flash", True, cpu, "cpu", (torch.float32, torch.float64, *HALF), _cpu_flash),
+        AttentionBackend("padded-sdpa", True, "pads inside the call: any dtype, any device", "", (),
+                         varlen_attention_padded),
+        AttentionBackend("reference", True, "dense softmax per segment: any derivative, slow", "", (), _reference),
     )  # fmt: skip
+
+
+def _flash(
+    name: str, module: str, capability: Capability | None, *, oldest: int, newest: int = 99, largest_head: int = 256
+) -> AttentionBackend:
+    function, missing = None, _unfit(capability, oldest, newest)
+    if not missing:
+        function, missing = _import(module, "flash_attn_varlen_func")
+    kernel = partial(flash_attention, function or _absent)
+    return AttentionBackend(name, not missing, missing or "installed", "cuda", HALF, kernel, largest_head)
+
+
+def _torch_varlen(capability: Capability | None) -> AttentionBackend:
+    missing = _unfit(capability, 8, 99) or _import("torch.nn.attention.varlen", "varlen_attn")[1]
+    reason = missing or "part of torch"
+    return AttentionBackend("torch-varlen", not missing, reason, "cuda", HALF, torch_varlen, largest_head=256)
+
+
+def _unfit(capability: Capability | None, oldest: int, newest: int) -> str:
+    if capability is None:
+        return "no CUDA device"
+    if oldest <= capability[0] <= newest:
+        return ""
+    bound = f"{oldest}.x" if newest == oldest else f"{oldest}.0 or more"
+    return f"this GPU is of compute capability {capability[0]}.{capability[1]}, not {bound}"
+
+
+def _import(module: str, name: str) -> tuple[Callable[..., Any] | None, str]:
+    """A function of an optional module, or why there is none."""
+    try:
+        return getattr(import_module(module), name), ""
+    except Exception as error:  # a build for another torch fails with OSError or RuntimeError
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _absent(*_: object, **__: object) -> Tensor:
+    raise ConfigError("this attention backend is not available here")
 
 
 def choose_backend(query: Tensor, name: str | None = None) -> AttentionBackend:
@@ -79,7 +136,7 @@ def choose_backend(query: Tensor, name: str | None = None) -> AttentionBackend:
         ConfigError: No such backend, or it is not available here or cannot take these tensors.
     """
     name = name or _forced
-    backends = attention_backends()
+    backends = _backends
     if name is None:
         return next(backend for backend in backends if backend.takes(query))
     for backend in backends:
@@ -88,8 +145,8 @@ def choose_backend(query: Tensor, name: str | None = None) -> AttentionBackend:
                 return backend
             raise ConfigError(
                 f"the attention backend {name!r} cannot be used",
-                found=f"{query.dtype} on {query.device.type}; {backend.reason}",
-                expected=f"device {backend.device}, dtypes {', '.join(map(str, backend.dtypes))}",
+                found=f"{query.dtype} on {query.device.type}, heads of {query.shape[2]}; {backend.reason}",
+                expected=backend.limits,
                 mend="leave the backend to be chosen, or force another one",
             )
     raise ConfigError("no such attention backend", found=name, expected=", ".join(b.name for b in backends))
@@ -109,41 +166,6 @@ def force_backend(name: str | None) -> Iterator[None]:
         _forced = before
 
 
-def _missing(module: str) -> str:
-    try:
-        import_module(module)
-    except Exception as error:  # a build for another torch fails with OSError or RuntimeError
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    kernel = import_module("flash_attn").flash_attn_varlen_func
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    out: Tensor = kernel(
-        query, key, value, cu_q, cu_k, max_q, max_k,
-        softmax_scale=scale, causal=causal, deterministic=deterministic,
-    )  # fmt: skip
-    return out
-
-
-def _torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    from torch.nn.attention.varlen import varlen_attn
-
-    group = query.shape[1] // key.shape[1]
-    if group > 1:  # torch 2.11 has no `enable_gqa`
-        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    window = (-1, 0) if causal else (-1, -1)
-    out = varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window)
-    return out if isinstance(out, Tensor) else out[0]
-
-
 def _cpu_flash(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool,
     scale: float,
@@ -158,4 +180,12 @@ def _reference(
     return varlen_attention_reference(query, key, value, cu_q, cu_k, causal, scale)
 
 
-_BACKENDS = _find_backends()  # once, at import: torch.compile cannot trace the search
+def _find_again() -> None:
+    global _backends  # noqa: PLW0603
+    _backends = _find_backends(torch.cuda.get_device_capability())
+
+
+_backends = _find_backends()
+# Asking a GPU for its capability takes hold of it, which an import must not do, and torch.compile cannot trace the
+# search: so it is made again when something else first uses CUDA.
+torch.cuda._lazy_call(_find_again)  # type: ignore[no-untyped-call]

@@ -141,14 +141,11 @@ def _attention() -> Iterator[Finding]:
     from lightning_embodied.attention import attention_backends
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = next(
-        (backend.name for backend in attention_backends() if backend.available and backend.device == device), ""
-    )
+    usable = [backend.name for backend in attention_backends() if backend.available and backend.device in ("", device)]
     for backend in attention_backends():
-        note = ", used here" if backend.name == chosen else ""
-        mend = None
-        if backend.name == "flash-attn" and device == "cuda" and not backend.available:
-            mend = "pip install 'lightning-embodied[cuda]'"
+        note = ", used here" if backend.name == usable[0] else ""
+        lacks_flash = backend.name == "flash-attn-2" and device == "cuda" and not backend.available
+        mend = "pip install 'lightning-embodied[cuda]'" if lacks_flash else None
         yield Finding("attention", backend.name, "ok" if backend.available else "missing", backend.reason + note, mend)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -52,7 +54,7 @@ def run(tensors, lengths_q, lengths_k, **options):
     lengths_q=LENGTHS,
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1)]),
     causal=st.booleans(),
-    backend=st.sampled_from(["cpu-flash", "reference"]),
+    backend=st.sampled_from(["cpu-flash", "padded-sdpa", "reference"]),
 )
 def test_matches_dense_attention_forward_and_backward(data, lengths_q, heads, causal, backend):
     same = data.draw(st.booleans(), label="self-attention")
@@ -68,12 +70,13 @@ def test_matches_dense_attention_forward_and_backward(data, lengths_q, heads, ca
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["cpu-flash", "padded-sdpa"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2000], [7, 0, 600, 600, 2]])
-def test_dtypes_and_long_segments(dtype, tolerance, lengths):
+def test_dtypes_and_long_segments(dtype, tolerance, lengths, backend):
     tensors = draw(lengths, lengths, 2, 1, 16, dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    out, expected = run(tensors, lengths, lengths), dense(*exact, lengths, lengths)
+    out, expected = run(tensors, lengths, lengths, backend=backend), dense(*exact, lengths, lengths)
     assert out.dtype == dtype
     assert (out - expected).abs().max() <= tolerance * expected.abs().max()
     grads = torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(expected.sum(), exact)
@@ -81,11 +84,39 @@ def test_dtypes_and_long_segments(dtype, tolerance, lengths):
         assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
 
 
+@pytest.mark.parametrize("backend", ["cpu-flash", "padded-sdpa", "reference"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck(causal):
+def test_gradcheck(causal, backend):
     lengths_q, lengths_k = [3, 0, 2, 2, 4], [3, 2, 5, 1, 0]
     tensors = draw(lengths_q, lengths_k, 2, 1, 3)
-    assert torch.autograd.gradcheck(lambda *t: run(t, lengths_q, lengths_k, causal=causal), tensors)
+    assert torch.autograd.gradcheck(lambda *t: run(t, lengths_q, lengths_k, causal=causal, backend=backend), tensors)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_thousands_of_segments(causal):
+    lengths = [index % 3 for index in range(2500)]
+    tensors = draw(lengths, lengths, 2, 1)
+    out, expected = run(tensors, lengths, lengths, causal=causal), dense(*tensors, lengths, lengths, causal)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    grads = (torch.autograd.grad(o.square().sum(), tensors) for o in (out, expected))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0])
+def test_the_scale_of_the_scores(scale):
+    tensors = draw([5, 3], [2, 7])
+    expected = dense(*tensors, [5, 3], [2, 7], scale=scale)
+    for backend in ("cpu-flash", "padded-sdpa", "reference"):
+        torch.testing.assert_close(run(tensors, [5, 3], [2, 7], scale=scale, backend=backend), expected)
+
+
+def test_padding_rows_are_a_segment_of_their_own():
+    """FP8 matrix products want a multiple of 16 rows: the rows added change nothing for the others."""
+    lengths = [5, 3, 3]
+    tensors = draw(lengths, lengths, dtype=torch.float32)
+    padded = [torch.cat([tensor, torch.full((5, *tensor.shape[1:]), 7.0)]) for tensor in tensors]
+    assert torch.equal(run(padded, [*lengths, 5], [*lengths, 5])[:11], run(tensors, lengths, lengths))
 
 
 @settings(deadline=None, max_examples=30)
@@ -126,18 +157,34 @@ def test_strided_views_of_one_projection():
     torch.testing.assert_close(run(transposed, lengths, lengths), expected)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_compiles_into_one_graph_with_the_same_results(causal):
-    def loss(query, key, value, cu, longest):
-        return varlen_attention(query * 2, key, value, cu, cu, longest, longest, causal=causal).square().sum()
+def compiled_equals_eager(compiler, backend, causal):
+    """Other packs of other lengths run the graph that the second one made, and give what they give without it."""
 
-    lengths = [4, 7, 7, 1]
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    tensors = draw(lengths, lengths, 2, 1, 8)
-    cu = cumulative(lengths)
-    eager = torch.autograd.grad(loss(*tensors, cu, 7), tensors)
-    for a, b in zip(torch.autograd.grad(compiled(*tensors, cu, 7), tensors), eager, strict=True):
-        torch.testing.assert_close(a, b)
+    def loss(query, key, value, cu, longest):
+        out = varlen_attention(query * 2, key, value, cu, cu, longest, longest, causal=causal, backend=backend)
+        return out.square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend=compiler, fullgraph=True, dynamic=True)
+    for number, lengths in enumerate([[4, 7, 7, 1], [9, 2, 3, 8, 5], [3, 3, 6]]):
+        tensors, cu, longest = draw(lengths, lengths, 2, 1, 8), cumulative(lengths), max(lengths)
+        eager = torch.autograd.grad(loss(*tensors, cu, longest), tensors)
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            found = torch.autograd.grad(compiled(*tensors, cu, longest), tensors)
+        for a, b in zip(found, eager, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["cpu-flash", "padded-sdpa"])
+def test_compiles_into_one_graph_for_all_packs(backend, causal):
+    compiled_equals_eager("aot_eager", backend, causal)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+def test_inductor_compiles_it():
+    compiled_equals_eager("inductor", "cpu-flash", causal=True)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +218,7 @@ def test_backends_say_why_and_can_be_forced():
         assert choose_backend(query).name == "reference"
         assert choose_backend(query, "cpu-flash").name == "cpu-flash"
     assert choose_backend(query).name == "cpu-flash"
+    assert choose_backend(torch.zeros(1, 1, 4, device="meta")).name == "padded-sdpa"
     assert all(backend.reason for backend in attention_backends())
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):

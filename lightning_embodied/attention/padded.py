@@ -1,0 +1,63 @@
+"""Variable-length attention by padding inside the call: for GPUs and dtypes that no variable-length kernel takes.
+
+The rest of the model stays packed, so only attention pays for padding. Nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def varlen_attention_padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attention of every segment's queries to its own keys; arguments as `varlen_attention`, which checks them."""
+    if query.shape[0] == 0 or key.shape[0] == 0:
+        return query * 0.0
+    group = query.shape[1] // key.shape[1]
+    rows_q, rows_k = _rows(cu_q, max_q, query.shape[0]), _rows(cu_k, max_k, key.shape[0])
+    number = cu_q.shape[0] - 1
+    queries = _pad(query, rows_q, number, max_q)
+    keys, values = (_pad(rows, rows_k, number, max_k).repeat_interleave(group, dim=1) for rows in (key, value))
+    seen = _seen(cu_q.diff(), cu_k.diff(), max_q, max_k, causal)
+    blind = ~seen.any(dim=3, keepdim=True)
+    # A softmax over nothing is NaN, and so is its gradient: such a query sees everything, and then counts for nothing.
+    out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen | blind, scale=scale)
+    out = out.masked_fill(blind, 0.0)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, rows_q)
+
+
+def _rows(cu_seqlens: Tensor, longest: int, tokens: int) -> Tensor:
+    """Where each token lies in the flattened padded batch: int64 `[tokens]`."""
+    segments = torch.arange(cu_seqlens.shape[0] - 1, device=cu_seqlens.device)
+    shift = segments * longest - cu_seqlens[:-1]
+    return torch.arange(tokens, device=cu_seqlens.device) + shift.repeat_interleave(
+        cu_seqlens.diff(), output_size=tokens
+    )
+
+
+def _pad(rows: Tensor, places: Tensor, number: int, longest: int) -> Tensor:
+    """`[tokens, H, D]` to `[number, H, longest, D]`, 0 where there is no token."""
+    padded = rows.new_zeros(number * longest, *rows.shape[1:]).index_copy(0, places, rows)
+    return padded.view(number, longest, *rows.shape[1:]).transpose(1, 2)
+
+
+def _seen(lengths_q: Tensor, lengths_k: Tensor, max_q: int, max_k: int, causal: bool) -> Tensor:
+    """Which padded query sees which padded key: bool `[B, 1, 1 or max_q, max_k]`."""
+    keys = torch.arange(max_k, device=lengths_k.device)
+    seen = (keys < lengths_k[:, None])[:, None, None]
+    if causal:
+        queries = torch.arange(max_q, device=lengths_q.device)
+        ends = queries + (lengths_k - lengths_q)[:, None]
+        seen = seen & (keys <= ends[:, None, :, None])
+    return seen

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_embodied.attention.padded import without_pairs
+
 
 def flash_attention(
     function: Callable[..., Any],
@@ -32,7 +34,7 @@ def flash_attention(
     function's result may be a tuple with the log-sum-exp behind.
     """
     if query.shape[0] == 0 or key.shape[0] == 0:
-        return query * 0.0  # a launch without blocks is an error
+        return without_pairs(query, key, value)  # a launch without blocks is an error
     out = function(
         query,
         key,
@@ -64,7 +66,7 @@ def torch_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     if query.shape[0] == 0 or key.shape[0] == 0:
-        return query * 0.0
+        return without_pairs(query, key, value)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
     group = query.shape[1] // key.shape[1]
     if group > 1 and _TAKES_GROUPS:

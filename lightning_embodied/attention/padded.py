@@ -23,7 +23,7 @@ def varlen_attention_padded(
 ) -> Tensor:
     """Attention of every segment's queries to its own keys; arguments as `varlen_attention`, which checks them."""
     if query.shape[0] == 0 or key.shape[0] == 0:
-        return query * 0.0
+        return without_pairs(query, key, value)
     group = query.shape[1] // key.shape[1]
     rows_q, rows_k = _rows(cu_q, max_q, query.shape[0]), _rows(cu_k, max_k, key.shape[0])
     number = cu_q.shape[0] - 1
@@ -35,6 +35,11 @@ def varlen_attention_padded(
     out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen | blind, scale=scale)
     out = out.masked_fill(blind, 0.0)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows_q)
+
+
+def without_pairs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention where there are no queries or no keys at all: zeros, and zero gradients for all three."""
+    return query * 0.0 + (key.sum() + value.sum()) * 0.0
 
 
 def _rows(cu_seqlens: Tensor, longest: int, tokens: int) -> Tensor:

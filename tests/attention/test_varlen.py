@@ -48,7 +48,7 @@ def run(tensors, lengths_q, lengths_k, **options):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=90)
 @given(
     data=st.data(),
     lengths_q=LENGTHS,
@@ -101,6 +101,15 @@ def test_thousands_of_segments(causal):
     grads = (torch.autograd.grad(o.square().sum(), tensors) for o in (out, expected))
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["cpu-flash", "padded-sdpa", "reference"])
+@pytest.mark.parametrize(("lengths_q", "lengths_k"), [([0], [0]), ([0, 0], [3, 2]), ([3, 2], [0, 0])])
+def test_nothing_to_attend_to(backend, lengths_q, lengths_k):
+    tensors = draw(lengths_q, lengths_k)
+    out = run(tensors, lengths_q, lengths_k, backend=backend)
+    assert not out.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), tensors))
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0])

@@ -1,7 +1,8 @@
 """Which seed of which task is tried next, and which results are kept, whatever the number of workers.
 
-A task's seeds are tried in order, as many as episodes are wanted plus one for each that failed; so the kept episodes
-are the successful ones among the first seeds, and they are handed on in order of task and seed.
+Of `n` tasks the first tries seeds 0, n, 2n …, the second 1, n + 1, 2n + 1 …: no seed, and so no scene of an environment
+whose tasks share their scenes, is shown twice. A task tries as many as episodes are wanted plus one for each that
+failed; so the kept episodes are the successful ones among its first seeds, handed on in order of task and seed.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ class SeedSchedule:
     Args:
         tasks: Names of the tasks.
         episodes_per_task: Successful episodes wanted of each.
-        first_seed: The first seed tried of each task.
+        first_seed: The first seed tried, of the first task.
     """
 
     def __init__(self, tasks: Sequence[str], episodes_per_task: int, first_seed: int) -> None:
         self.tallies = {task: TaskTally() for task in tasks}
         self._wanted = episodes_per_task
-        self._next_seed = dict.fromkeys(tasks, first_seed)
+        self._stride = len(tasks)
+        self._next_seed = {task: first_seed + number for number, task in enumerate(tasks)}
         self._todo: deque[str] = deque(task for task in tasks for _ in range(episodes_per_task))
         self._results: dict[tuple[str, int], Episode] = {}
         self._unfinished: deque[str] = deque(tasks)
-        self._turn = dict.fromkeys(tasks, first_seed)
+        self._turn = dict(self._next_seed)
 
     @property
     def finished(self) -> bool:
@@ -55,8 +57,9 @@ class SeedSchedule:
         if not self._todo:
             return None
         task = self._todo.popleft()
-        self._next_seed[task] += 1
-        return task, self._next_seed[task] - 1
+        seed = self._next_seed[task]
+        self._next_seed[task] += self._stride
+        return task, seed
 
     def finish(self, episode: Episode) -> None:
         """Takes a result.
@@ -85,7 +88,7 @@ class SeedSchedule:
             episode = self._results.pop((task, self._turn[task]), None)
             if episode is None:
                 break
-            self._turn[task] += 1
+            self._turn[task] += self._stride
             if episode.success:
                 self.tallies[task].kept += 1
                 episodes.append(episode)

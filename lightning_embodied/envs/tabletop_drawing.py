@@ -13,7 +13,7 @@ _TABLE = np.array((70, 60, 55), dtype=np.float32)
 _PAD_COLOURS = np.array(((40, 90, 235), (235, 235, 235)), dtype=np.float32)
 _BLOCK_COLOURS = np.array(((225, 40, 40), (40, 190, 70), (245, 205, 40)), dtype=np.float32)
 _OPEN, _CLOSED = np.array(((0, 225, 225), (255, 0, 255)), dtype=np.float32)
-PAD_HALF, BLOCK_HALF = 0.085, 0.045
+PAD_HALF, BLOCK_HALF = 0.085, 0.06
 _ARM, _HALF_WIDTH = 0.065, 0.016
 
 

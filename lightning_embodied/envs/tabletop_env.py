@@ -28,8 +28,9 @@ TABLETOP_INSTRUCTIONS: dict[str, str] = {
 
 _TASKS = tuple(TABLETOP_INSTRUCTIONS)
 _STEP = 0.04
-_GRASP_RADIUS = 0.05
-_PAD_TOLERANCE = 0.06
+_GRASP_RADIUS = 0.08
+_PAD_TOLERANCE = 0.08
+_ARRIVED = 0.04
 _MARGIN = 0.12
 _SEPARATION = 0.2
 
@@ -40,8 +41,8 @@ class TabletopEnv(EmbodiedEnv):
     The table is the unit square, x to the right, y away from the viewer. Observation: `observation.images.top` uint8
     `[H, W, 3]`; `observation.state` float32 `[3]` (gripper x, y; 1 while it holds a block); and
     `observation.environment_state` float32 `[10]` (x, y of the blocks, then of the pads). Action: float32 `[3]` in
-    [-1, 1]: the gripper's motion (1 is 0.04), and the gripper (above 0 closes, and grips a block within 0.05). Done
-    when the instructed block lies, released, within 0.06 of the centre of the instructed pad.
+    [-1, 1]: the gripper's motion (1 is 0.04), and the gripper (above 0 closes, and grips a block within 0.08). Done
+    when the instructed block lies, released, within 0.08 of the centre of the instructed pad.
 
     `reset(options={"task": name})` or `options={"instruction": sentence}` gives the scene of the seed another goal.
 
@@ -198,7 +199,7 @@ class TabletopExpert:
         distance = float(np.linalg.norm(error))
         # Proportional near the target, so that a cloned policy sees no jump; full speed further away.
         motion = error / _STEP * min(0.7, _STEP / max(distance, 1e-9))
-        arrived = distance < 0.5 * _STEP
+        arrived = distance < _ARRIVED
         closing = arrived != carrying
         return np.array([*motion, 1.0 if closing else -1.0], dtype=np.float32)
 

@@ -29,7 +29,7 @@ def _run(schedule: SeedSchedule, fails: set[tuple[str, int]], workers: int, seed
 
 @given(
     st.integers(1, 5),
-    st.sets(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(10, 18)), max_size=9),
+    st.sets(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(10, 36)), max_size=9),
     st.integers(1, 5),
     st.integers(0, 99),
 )
@@ -39,19 +39,20 @@ def test_kept_episodes_do_not_depend_on_workers_and_are_the_first_successes(
     tasks = ["a", "b", "c"]
     kept = _run(SeedSchedule(tasks, wanted, 10), fails, workers, order)
     expected = []
-    for task in tasks:
-        good = [seed for seed in range(10, 40) if (task, seed) not in fails][:wanted]
+    for number, task in enumerate(tasks):
+        good = [seed for seed in range(10 + number, 100, 3) if (task, seed) not in fails][:wanted]
         expected += [(task, seed) for seed in good]
     assert kept == expected
+    assert len({seed for _, seed in kept}) == len(kept)  # no scene is shown in two tasks
 
 
 @given(st.integers(1, 4), st.integers(0, 99))
 def test_failures_are_counted_and_no_seed_is_tried_beyond_need(workers: int, order: int) -> None:
-    fails = {("a", 0), ("a", 2), ("b", 1)}
+    fails = {("a", 0), ("a", 4), ("b", 3)}
     schedule = SeedSchedule(["a", "b"], 3, 0)
-    assert _run(schedule, fails, workers, order) == [("a", 1), ("a", 3), ("a", 4), ("b", 0), ("b", 2), ("b", 3)]
-    assert schedule.tallies["a"].failed_seeds == [0, 2]
-    assert schedule.tallies["b"].failed_seeds == [1]
+    assert _run(schedule, fails, workers, order) == [("a", 2), ("a", 6), ("a", 8), ("b", 1), ("b", 5), ("b", 7)]
+    assert schedule.tallies["a"].failed_seeds == [0, 4]
+    assert schedule.tallies["b"].failed_seeds == [3]
     assert [tally.kept for tally in schedule.tallies.values()] == [3, 3]
 
 

@@ -66,10 +66,13 @@ def test_another_seed_samples_other_noise(reference):
     assert [row.steps for row in other.episodes] != [row.steps for row in reference.episodes]
 
 
-def test_inference_is_batched_when_asked():
+def test_inference_is_batched_unless_rows_are_to_be_independent():
     walker = standin.NoisyWalker()
-    evaluate(walker, replace(CONFIG, slots=5, batched=True, policies=("checkpoint",)))
+    evaluate(walker, replace(CONFIG, slots=5, policies=("checkpoint",)))
     assert max(walker.batch_sizes) == 5
+    walker = standin.NoisyWalker()
+    evaluate(walker, replace(CONFIG, slots=5, batched=False, policies=("checkpoint",)))
+    assert set(walker.batch_sizes) == {1}
 
 
 def test_seeds_of_inferences_differ():

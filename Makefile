@@ -107,14 +107,16 @@ $(CROSS)/.installed: $(VENV)/.made
 	@python3.12 --version >/dev/null 2>&1 || { echo "make crosscheck needs python3.12: LeRobot does" >&2; exit 1; }
 	@echo "Installing LeRobot into $(CROSS) (several gigabytes)"
 	@python3.12 -m venv $(CROSS)
-	@$(call pip_install,$(CROSS)/bin/python,'lerobot[dataset]')
+	@$(call pip_install,$(CROSS)/bin/python,'lerobot[dataset$(comma)diffusion$(comma)smolvla]' -e .)
 	@touch $@
 
-# The two packages cannot share an environment: ours writes datasets, LeRobot reads them and compares every value.
+# The pinned environment writes datasets, LeRobot's reads them and compares every value; its policies train in LeRobot's.
 crosscheck: $(VENV)/.installed $(CROSS)/.installed
 	@rm -rf $(CROSS)/datasets
 	@$(BIN)/python -m tests.crosscheck.lerobot_reads_ours write $(CROSS)/datasets
 	@$(CROSS)/bin/python -m tests.crosscheck.lerobot_reads_ours compare $(CROSS)/datasets
+	@rm -rf $(CROSS)/policies
+	@$(CROSS)/bin/python -m tests.crosscheck.lerobot_policies $(CROSS)/policies
 
 clean:
 	rm -rf $(VENV) $(CROSS) .typecheck build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

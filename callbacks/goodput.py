@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,12 @@ class BatchSize:
     longest: int
 
 
-def packed_batch_size(batch: PackedBatch) -> BatchSize:
-    """How much a `PackedBatch` holds; it has no padding."""
-    return BatchSize(batch.num_tokens, batch.batch_size, batch.num_tokens, batch.max_seqlen)
+def batch_size_of(batch: PackedBatch | Mapping[str, Any]) -> BatchSize:
+    """How much a `PackedBatch` holds, which has no padding; a sample of a stacked batch counts as one token."""
+    if isinstance(batch, PackedBatch):
+        return BatchSize(batch.num_tokens, batch.batch_size, batch.num_tokens, batch.max_seqlen)
+    samples = len(next(iter(batch.values())))
+    return BatchSize(samples, samples, samples, 1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class GoodputMonitor(Callback):
 
     Args:
         window: Batches to average over.
-        measure: Function from a batch to its `BatchSize`, in YAML its import path. Default: for `PackedBatch`.
+        measure: Function from a batch to its `BatchSize`, in YAML its import path. Default: for `PackedBatch` and for
+            stacked samples.
         clock: Function that gives rising seconds.
 
     Raises:
@@ -77,7 +81,7 @@ class GoodputMonitor(Callback):
     def __init__(
         self,
         window: int = 50,
-        measure: Callable[[Any], BatchSize] = packed_batch_size,
+        measure: Callable[[Any], BatchSize] = batch_size_of,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if window < 1:

@@ -36,8 +36,9 @@ class LeRobotDataModule(LightningDataModule):
 
     Args:
         root: Directory of the dataset, the one that holds `meta/`.
-        collator: Makes a batch of a list of samples.
-        action_horizon: Frames of an action chunk, at least 1; past the end of the episode `action_is_pad` is true.
+        collator: Makes a batch of a list of samples. Default: stacks them into a dict, as LeRobot's own loader does.
+        action_horizon: Frames of an action chunk, at least 1; past the end of the episode `action_is_pad` is true. A
+            policy that says itself which frames it reads (`LeRobotPolicyModule`) decides instead.
         batch_size: Samples of a batch on each rank. With `token_budget` it counts for predictions only.
         token_budget: Tokens that a batch on each rank is filled up to with whole samples, in place of `batch_size`.
         packing: With `token_budget`: how batches are filled and the ranks' work is balanced.
@@ -57,7 +58,7 @@ class LeRobotDataModule(LightningDataModule):
     def __init__(
         self,
         root: str,
-        collator: VarlenPackingCollator,
+        collator: VarlenPackingCollator | None = None,
         *,
         action_horizon: int = 16,
         batch_size: int = 64,
@@ -105,11 +106,13 @@ class LeRobotDataModule(LightningDataModule):
                 self.val_episodes,
                 self.seed,
                 action_horizon=self.action_horizon,
+                frame_windows=getattr(self.trainer and self.trainer.lightning_module, "frame_windows", None),
                 delta_timestamps=self.delta_timestamps,
                 cameras=self.cameras,
                 video_backend=self.video_backend,
                 decoded_cache_gb=self.decoded_cache_gb,
             )
+            self.action_horizon = self._data.action_horizon
         if stage == "fit":
             self._loader = self._order_state = None  # a new run, unless a checkpoint says otherwise
 
@@ -224,6 +227,13 @@ class LeRobotDataModule(LightningDataModule):
     def _batches(self, dataset: LeRobotDataset) -> dict[str, Any]:
         if self.token_budget is None:
             return {"batch_size": self.batch_size}
+        if self.collator is None:
+            raise ConfigError(
+                "batches that are not packed cannot be filled by tokens",
+                where="token_budget",
+                found="no collator",
+                mend="set collator: VarlenPackingCollator, or batch_size instead",
+            )
         lengths = dataset.token_counts(self.collator.encoder.count_tokens)
         over = int((lengths > self.token_budget).sum())
         if over and self.packing.over_budget == "error":

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_embodied.data.dataset import LeRobotDataset
 from lightning_embodied.data.order import SampleOrder
 from lightning_embodied.data.stats import compute_stats
 from lightning_embodied.errors import ConfigError, DatasetError
+from lightning_embodied.features import Feature
+
+FrameWindows = Callable[[Mapping[str, Feature]], Mapping[str, Sequence[int]]]
+"""Which frames, relative to a sample's own, a policy reads of each feature."""
 
 
 class SplitDataset:
@@ -24,7 +28,8 @@ class SplitDataset:
         val_episodes: Episodes held out: their number, or, below 1.0, their share.
         seed: Decides which ones.
         action_horizon: Frames of an action chunk.
-        delta_timestamps: Further windows, as in `LeRobotDataset`.
+        frame_windows: What a policy that says itself which frames it reads says.
+        delta_timestamps: Further windows, as in `LeRobotDataset`; they come before the others.
         options: Other arguments of `LeRobotDataset`.
 
     Attributes:
@@ -32,6 +37,7 @@ class SplitDataset:
         val: The held-out episodes, if there are any.
         features: What a frame holds, pictures only of the cameras in use.
         stats: Exact statistics over the training episodes, of every feature that is a number.
+        action_horizon: Frames of an action chunk.
         fingerprint: SHA-256 of the dataset's features, tasks, episode lengths and actions.
 
     Raises:
@@ -46,6 +52,7 @@ class SplitDataset:
         seed: int,
         *,
         action_horizon: int,
+        frame_windows: FrameWindows | None,
         delta_timestamps: Mapping[str, Sequence[float]],
         **options: Any,  # noqa: ANN401
     ) -> None:
@@ -55,8 +62,11 @@ class SplitDataset:
         count = _held_out(val_episodes, len(whole.episodes))
         shuffled = SampleOrder(len(whole.episodes), seed).indices(0, 0, count)
         held_out = {whole.episodes[i] for i in shuffled}
-        windows = {"action": [frame / whole.fps for frame in range(action_horizon)], **delta_timestamps}
-        options["delta_timestamps"] = windows
+        asked = {} if frame_windows is None else frame_windows(whole.features)
+        frames: dict[str, Sequence[int]] = {"action": range(action_horizon), **asked}
+        windows = {key: [frame / whole.fps for frame in of_key] for key, of_key in frames.items()}
+        options["delta_timestamps"] = windows | dict(delta_timestamps)
+        self.action_horizon = len(options["delta_timestamps"]["action"])
         training = [episode for episode in whole.episodes if episode not in held_out]
         self.train = LeRobotDataset(root, episodes=training, **options)
         self.val = LeRobotDataset(root, episodes=sorted(held_out), **options) if held_out else None

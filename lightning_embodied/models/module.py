@@ -209,7 +209,10 @@ class PolicyModule(LightningModule):
                     found="no DataModule",
                     mend="pass `datamodule=`, or a policy from `load_policy`, or set `policy.spec`",
                 )
-            self._spec = PolicySpec.from_datamodule(datamodule)
+            self._spec = self._read_spec(datamodule)
+
+    def _read_spec(self, datamodule: object) -> PolicySpec:
+        return PolicySpec.from_datamodule(datamodule)
 
     def on_fit_start(self) -> None:
         """Forgets an accumulation window that an interrupted run left open."""

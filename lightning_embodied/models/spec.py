@@ -15,7 +15,6 @@ from lightning_embodied.features import Feature, FeatureStats
 _DATAMODULE_ATTRIBUTES = (
     "features",
     "stats",
-    "collator",
     "action_horizon",
     "fps",
     "tasks",
@@ -81,11 +80,15 @@ class PolicySpec:
         return [self.stats[key] for key in keys]
 
     @classmethod
-    def from_datamodule(cls, datamodule: object) -> PolicySpec:
+    def from_datamodule(cls, datamodule: object, encoder: Mapping[str, Any] | None = None) -> PolicySpec:
         """Reads the spec off a DataModule that is set up, such as `LeRobotDataModule`.
 
+        Args:
+            datamodule: It.
+            encoder: How samples become tokens. Default: as its collator does it.
+
         Raises:
-            ConfigError: The DataModule lacks one of the attributes.
+            ConfigError: The DataModule lacks one of the attributes, or its collator does not pack.
         """
         missing = [name for name in _DATAMODULE_ATTRIBUTES if not hasattr(datamodule, name)]
         if missing:
@@ -96,8 +99,17 @@ class PolicySpec:
                 mend="use LeRobotDataModule, or give your DataModule these attributes, or set `policy.spec` yourself",
             )
         values = {name: getattr(datamodule, name) for name in _DATAMODULE_ATTRIBUTES}
-        encoder = values.pop("collator").encoder.to_config()
-        return cls(encoder=encoder, **{**values, "tasks": list(values["tasks"])})
+        if encoder is None:
+            collator: Any = getattr(datamodule, "collator", None)
+            if not hasattr(collator, "encoder"):
+                raise ConfigError(
+                    "the policy reads packed batches, which the DataModule does not make",
+                    where=f"{type(datamodule).__name__}.collator",
+                    found=type(collator).__name__,
+                    expected="VarlenPackingCollator",
+                )
+            encoder = collator.encoder.to_config()
+        return cls(encoder=dict(encoder), **{**values, "tasks": list(values["tasks"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what `torch.load(weights_only=True)` and JSON can hold."""

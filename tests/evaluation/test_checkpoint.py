@@ -90,9 +90,9 @@ def test_slots_do_not_change_a_bit_of_a_real_policy(policy, sampling_seed):
     own.predict_action_chunk = traced
     for slots in (1, 3, 8):
         traces.append([])
-        evaluate(own, replace(CONFIG, policies=("checkpoint",), episodes_per_task=4, slots=slots))
+        evaluate(own, replace(CONFIG, batched=False, policies=("checkpoint",), episodes_per_task=4, slots=slots))
     assert len(traces[0]) == 8 * 4
-    assert len(set(traces[0])) > 20
+    assert len(set(traces[0])) > 8  # more than the starts of the eight episodes
     assert sorted(traces[0]) == sorted(traces[1]) == sorted(traces[2])
 
 

@@ -113,6 +113,7 @@ class LeRobotDataModule(LightningDataModule):
                 decoded_cache_gb=self.decoded_cache_gb,
             )
             self.action_horizon = self._data.action_horizon
+            self.collator.encoder.use_statistics(self.stats)
         if stage == "fit":
             self._loader = self._order_state = None  # a new run, unless a checkpoint says otherwise
 

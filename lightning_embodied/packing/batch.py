@@ -25,7 +25,8 @@ class PackedBatch:
         position_ids: int64 `[T]`, restarting at 0 for every sample.
         cu_seqlens: int32 `[B + 1]`, starting at 0 and ending at `T`.
         max_seqlen: Longest sample in tokens.
-        pixel_values: uint8 `[N_images, C, H, W]`: the pictures that exist, in token order.
+        pixel_values: uint8 `[N_images, C, H, W]`: the pictures that exist, in token order. float32 levels 0 to 255 if
+            the encoder resizes without rounding.
         state: float32 `[B, D]`: robot (and, if asked for, environment) state in the dataset's units.
         actions: float32 `[B, H, A]`: action chunks in the dataset's units.
         action_is_pad: bool `[B, H]`: true past the end of the episode.

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from lightning_embodied.errors import ConfigError, DatasetError
 from lightning_embodied.packing.batch import PackedBatch
-from lightning_embodied.packing.encoder import Sample, SampleEncoder
+from lightning_embodied.packing.encoder import SampleEncoder
 from lightning_embodied.packing.pack import EncodedSample, pack_samples
+from lightning_embodied.packing.sample import Sample
 
 
 class VarlenPackingCollator:

@@ -22,7 +22,7 @@ class EncodedSample:
 
     Attributes:
         input_ids: int64 `[T]`: image placeholders, instruction tokens, state placeholder.
-        pixel_values: uint8 `[N, C, H, W]`: one picture per camera, cameras sorted by name.
+        pixel_values: uint8 (float32 if not rounded) `[N, C, H, W]`: one picture per camera, in token order.
         state: float32 `[D]`: the state keys concatenated, in the dataset's units.
         actions: float32 `[H, A]`; `[0, 0]` for an observation without actions.
         action_is_pad: bool `[H]`.

@@ -113,7 +113,8 @@ class LeRobotDataModule(LightningDataModule):
                 decoded_cache_gb=self.decoded_cache_gb,
             )
             self.action_horizon = self._data.action_horizon
-            self.collator.encoder.use_statistics(self.stats)
+            if self.collator is not None:
+                self.collator.encoder.use_statistics(self.stats)
         if stage == "fit":
             self._loader = self._order_state = None  # a new run, unless a checkpoint says otherwise
 

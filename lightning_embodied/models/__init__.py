@@ -7,6 +7,7 @@ from lightning_embodied.models.lerobot_policy import LeRobotPolicyModule
 from lightning_embodied.models.loss import LossTerms
 from lightning_embodied.models.module import PolicyModule
 from lightning_embodied.models.normalizer import Normalizer
+from lightning_embodied.models.pi import Pi0Policy, Pi05Policy
 from lightning_embodied.models.spec import PolicySpec
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "LeRobotPolicyModule",
     "LossTerms",
     "Normalizer",
+    "Pi0Policy",
+    "Pi05Policy",
     "PolicyModule",
     "PolicySpec",
     "euler_sample",

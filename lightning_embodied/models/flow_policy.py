@@ -7,41 +7,21 @@ vision tower is a convolutional stem and the state is one continuous token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_embodied.attention import PrefixSuffixLayout
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.augmentation import picture_positions
 from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
 from lightning_embodied.models.images import ConvStem
 from lightning_embodied.models.loss import LossTerms
 from lightning_embodied.models.module import Generators, PolicyModule
+from lightning_embodied.models.prefix import Prefix, PrefixOrder
 from lightning_embodied.models.spec import PolicySpec
-from lightning_embodied.models.transformer import (
-    ActionExpert,
-    KeyValue,
-    PrefixTransformer,
-)
+from lightning_embodied.models.transformer import ActionExpert, PrefixTransformer
 from lightning_embodied.packing import PackedBatch
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Encoded observations, the shortest first, so that samples of equal lengths share their kernel calls.
-
-    Attributes:
-        cache: Keys and values of every layer.
-        lengths: Tokens of each observation, ascending.
-        order: int64 `[B]`: which sample of the batch each one is.
-    """
-
-    cache: list[KeyValue]
-    lengths: list[int]
-    order: Tensor
 
 
 class FlowMatchingPolicy(PolicyModule):
@@ -130,16 +110,10 @@ class FlowMatchingPolicy(PolicyModule):
 
     def encode_prefix(self, batch: PackedBatch) -> Prefix:
         """Keys and values of every layer: all that the action expert reads of the observations."""
-        unsorted = batch.cu_seqlens.diff().long()
-        lengths, order = unsorted.sort(stable=True)
-        ends = lengths.cumsum(0)
-        shift = batch.cu_seqlens[:-1].long()[order] - (ends - lengths)
-        rows = torch.arange(batch.num_tokens, device=ends.device)
-        rows += shift.repeat_interleave(lengths, output_size=batch.num_tokens)
-        cu_seqlens = torch.cat((ends.new_zeros(1), ends)).int()
-        tokens = self.embed_prefix(batch).index_select(0, rows)
-        cache = self.prefix(tokens, batch.position_ids[rows], cu_seqlens, batch.max_seqlen)
-        return Prefix(cache, lengths.tolist(), order)
+        order = PrefixOrder.of(batch)
+        tokens = self.embed_prefix(batch).index_select(0, order.rows)
+        cache = self.prefix(tokens, order.position_ids, order.cu_seqlens, order.max_seqlen)
+        return Prefix(cache, order.lengths, order.order)
 
     def forward(self, batch: PackedBatch, noise: Tensor | None = None, time: Tensor | None = None) -> LossTerms:
         """Squared error of the velocity.
@@ -161,7 +135,7 @@ class FlowMatchingPolicy(PolicyModule):
 
     def velocity(self, prefix: Prefix, noisy: Tensor, time: Tensor) -> Tensor:
         """Velocities of `R` noisy chunks per sample: `[B, R, H, A]` at times `[B, R]` to the same shape."""
-        layout = PrefixSuffixLayout(prefix.lengths, [noisy.shape[2]], noisy.shape[1], noisy.device)
+        layout = prefix.layout([noisy.shape[2]], noisy.shape[1])
         chunks, times = noisy[prefix.order].flatten(0, 1), time[prefix.order].flatten()
         velocity: Tensor = self.expert(chunks, times, prefix.cache, layout)
         return velocity.view_as(noisy)[prefix.order.argsort()]
@@ -182,7 +156,7 @@ class FlowMatchingPolicy(PolicyModule):
         if noise is None:
             noise = self.initial_noise(batch.batch_size, generator)
         prefix = self.encode_prefix(batch)
-        layout = PrefixSuffixLayout(prefix.lengths, [noise.shape[1]], device=noise.device)
+        layout = prefix.layout([noise.shape[1]])
 
         def velocity(chunks: Tensor, times: Tensor) -> Tensor:
             result: Tensor = self.expert(chunks, times, prefix.cache, layout)

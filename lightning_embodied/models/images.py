@@ -44,8 +44,8 @@ class ConvStem(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(channels, width, 1))
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """uint8 `[N, 3, H, W]` to `[N, tokens, width]`, tokens row by row."""
-        pixels = pixel_values.to(next(self.parameters()).dtype).mul_(2 / 255).sub_(1)
+        """Levels 0 to 255 `[N, 3, H, W]` to `[N, tokens, width]`, tokens row by row."""
+        pixels = pixel_values.to(next(self.parameters()).dtype) * (2 / 255) - 1
         features: Tensor = self.layers(torch.cat((pixels, _coordinates(pixels)), dim=1))
         return features.flatten(2).transpose(1, 2)
 

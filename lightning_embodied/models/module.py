@@ -112,12 +112,15 @@ class PolicyModule(LightningModule):
         """Action chunks of the batch, about unit size: float32 `[B, H, A]`."""
         return self.action_normalizer.normalize(batch.actions)
 
-    def initial_noise(self, batch_size: int, generator: Generators | None = None) -> Tensor:
+    def initial_noise(
+        self, batch_size: int, generator: Generators | None = None, action_dim: int | None = None
+    ) -> Tensor:
         """Standard normal noise `[batch_size, H, A]` to sample actions from; see `sampling_seed`.
 
-        It is drawn on the CPU (or the generator's device), so that it is the same wherever the policy runs.
+        It is drawn on the CPU (or the generator's device), so that it is the same wherever the policy runs. `A` is
+        that of the data unless `action_dim` says otherwise.
         """
-        shape = (self.spec.action_horizon, self.action_normalizer.dim)
+        shape = (self.spec.action_horizon, action_dim or self.action_normalizer.dim)
         draw = partial(torch.randn, dtype=torch.float32)  # the default dtype is another one while Lightning trains
         if isinstance(generator, Sequence):
             noise = torch.stack([draw(shape, generator=one, device=one.device) for one in generator])

@@ -7,7 +7,7 @@ dimensions that hardly vary replaces their division by an epsilon, which turns s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.features import FeatureStats
 
-Normalization = Literal["mean_std", "quantile", "min_max"]
+Normalization = Literal["mean_std", "quantile", "min_max", "lerobot_quantile", "lerobot_mean_std"]
+
+LEROBOT_EPSILON = 1e-8
 
 LIMIT = 10.0
 """No value of the training data lies further than this from 0 once normalised."""
@@ -34,6 +36,9 @@ class Normalizer(nn.Module):
     below `CONSTANT_BELOW` (or below float32's resolution there), the dimension is constant and its scale is 1. If not,
     the scale is at least `spread / LIMIT`. So a gripper that moves in less than 1 % of the frames (equal quantiles) or
     a rarely touched object stays within ±`LIMIT`, and a constant one is near 0.
+
+    `lerobot_quantile` and `lerobot_mean_std` are LeRobot's own formulas to the letter, for policies trained there:
+    they divide by 1e-8 where a dimension is constant.
 
     Args:
         stats: Statistics of the features that are concatenated along the last dimension, in that order.
@@ -61,14 +66,21 @@ class Normalizer(nn.Module):
                 )
         if mode == "mean_std":
             centre, scale = columns["mean"], columns["std"]
+        elif mode == "lerobot_mean_std":
+            centre, scale = columns["mean"], columns["std"] + LEROBOT_EPSILON
+        elif mode == "lerobot_quantile":
+            span = columns["q99"] - columns["q01"]
+            centre, scale = columns["q01"], np.where(span == 0, LEROBOT_EPSILON, span) / 2
         elif mode in ("quantile", "min_max"):
             low, high = ("q01", "q99") if mode == "quantile" else ("min", "max")
             centre, scale = (columns[low] + columns[high]) / 2, (columns[high] - columns[low]) / 2
         else:
-            raise ConfigError("unknown normalisation", found=mode, expected="mean_std, quantile or min_max")
-        spread = np.maximum(columns["max"] - centre, centre - columns["min"])
-        constant = spread <= np.maximum(CONSTANT_BELOW, 1e-6 * np.abs(centre))
-        scale = np.where(constant, 1.0, np.maximum(scale, spread / LIMIT))
+            raise ConfigError("unknown normalisation", found=mode, expected=", ".join(get_args(Normalization)))
+        if not mode.startswith("lerobot"):
+            spread = np.maximum(columns["max"] - centre, centre - columns["min"])
+            constant = spread <= np.maximum(CONSTANT_BELOW, 1e-6 * np.abs(centre))
+            scale = np.where(constant, 1.0, np.maximum(scale, spread / LIMIT))
+        self.shift = -1.0 if mode == "lerobot_quantile" else 0.0  # its centre is the low end
         self.register_buffer("centre", torch.from_numpy(centre).float())
         self.register_buffer("scale", torch.from_numpy(scale).float())
 
@@ -79,11 +91,11 @@ class Normalizer(nn.Module):
 
     def normalize(self, value: Tensor) -> Tensor:
         """From the dataset's units: `[..., D]` to float32 `[..., D]`."""
-        return (value.float() - self.centre) / self.scale
+        return (value.float() - self.centre) / self.scale + self.shift
 
     def unnormalize(self, value: Tensor) -> Tensor:
         """Back to the dataset's units: `[..., D]` to float32 `[..., D]`."""
-        return value.float() * self.scale + self.centre
+        return (value.float() - self.shift) * self.scale + self.centre
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalizer:
         """Follows the module to another device but never to another precision: bf16 would blur the robot's units."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from lightning_embodied.errors import ConfigError
 
@@ -81,6 +82,10 @@ class SiglipVisionModel(nn.Module):
         tokens: Tensor = self.vision_model(pixel_values)
         return tokens
 
+    def recompute_activations(self, recompute: bool) -> None:
+        """Keeps no activations of the layers but computes them again in the backward pass (or not)."""
+        self.vision_model.encoder.recompute = recompute
+
     def pool(self, tokens: Tensor) -> Tensor:
         """One vector a picture by the attention pooling head: `[N, tokens, hidden]` to `[N, hidden]`."""
         pooled: Tensor = self.vision_model.head(tokens)
@@ -118,11 +123,13 @@ class _Embeddings(nn.Module):
 class _Encoder(nn.Module):
     def __init__(self, config: SiglipConfig) -> None:
         super().__init__()
+        self.recompute = False
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
         for layer in self.layers:
-            tokens = layer(tokens)
+            recompute = self.recompute and torch.is_grad_enabled()
+            tokens = checkpoint(layer, tokens, use_reentrant=False) if recompute else layer(tokens)
         return tokens
 
 

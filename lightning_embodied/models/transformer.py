@@ -21,8 +21,7 @@ from lightning_embodied.models.layers import (
     rms_norm,
     rotate,
 )
-
-KeyValue = tuple[Tensor, Tensor]
+from lightning_embodied.models.prefix import KeyValue
 
 
 class PrefixLayer(nn.Module):

@@ -1,0 +1,278 @@
+"""pi0 and pi0.5 as policies to train with Lightning: openpi's weights and numbers on packed batches.
+
+openpi and LeRobot pad every sample to all cameras and the longest prompt, and mask what is not there. Here absent
+cameras and padding have no tokens, and several noise draws of an observation read one prefix, in training as in
+denoising; the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
+from lightning_embodied.models.loss import LossTerms
+from lightning_embodied.models.module import Generators, PolicyModule
+from lightning_embodied.models.normalizer import Normalization
+from lightning_embodied.models.pi.checks import check_encoder, check_options
+from lightning_embodied.models.pi.directory import PretrainedDirectory
+from lightning_embodied.models.pi.export import save_directory
+from lightning_embodied.models.pi.network import PiNetwork
+from lightning_embodied.models.pi.sizes import PiSizes, Preset
+from lightning_embodied.models.prefix import Prefix, PrefixOrder
+from lightning_embodied.models.spec import PolicySpec
+from lightning_embodied.packing import PackedBatch
+
+Tower = Literal["vision", "language", "expert"]
+
+
+class PiPolicy(PolicyModule):
+    """What pi0 and pi0.5 share; use `Pi0Policy` or `Pi05Policy`.
+
+    Args:
+        preset: Sizes of the network: `base` are the published ones (3.4 billion parameters), `tiny` trains on a CPU.
+        sizes: Values to change in the preset: `vocab_size`, `max_action_dim`, `max_state_dim`, and mappings for
+            `language` and `expert` (`width`, `depth`, `heads`, …: `GemmaSizes`) and `vision` (`SiglipConfig`).
+        pretrained: Directory or hub id of a LeRobot or openpi checkpoint to start from. A checkpoint of this project
+            holds all weights, so it is not read again when one is resumed or loaded.
+        freeze: `vision` trains all but the picture tower, `prefix` only the action expert and its projections.
+        activation_checkpointing: Towers whose activations are computed again in the backward pass instead of kept.
+        noise_samples_per_observation: Noise and time draws per observation and step; they share one prefix, so each
+            further draw costs only the action expert.
+        denoising_steps: Euler steps from noise to actions at inference.
+        learning_rate: Peak learning rate.
+        final_learning_rate: Learning rate at the end, as a share of the peak.
+        kwargs: Options of `PolicyModule`.
+
+    Attributes:
+        network_sizes: The sizes that `preset` and `sizes` come to.
+        model: The network; its parameters have the names of openpi and LeRobot.
+    """
+
+    lerobot_type: ClassVar[str]
+    adaptive: ClassVar[bool]
+    model: PiNetwork
+
+    def __init__(
+        self,
+        *,
+        preset: Preset = "base",
+        sizes: dict[str, Any] | None = None,
+        pretrained: str | None = None,
+        freeze: Literal["nothing", "vision", "prefix"] = "nothing",
+        activation_checkpointing: Sequence[Tower] = (),
+        noise_samples_per_observation: int = 1,
+        denoising_steps: int = 10,
+        learning_rate: float = 2.5e-5,
+        final_learning_rate: float = 0.1,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(learning_rate=learning_rate, final_learning_rate=final_learning_rate, **kwargs)
+        self.network_sizes = PiSizes.of(preset, sizes)
+        self.pretrained = pretrained
+        self.freeze_parts = freeze
+        self.activation_checkpointing = tuple(activation_checkpointing)
+        self.noise_samples_per_observation = noise_samples_per_observation
+        self.denoising_steps = denoising_steps
+        check_options(self)
+
+    def build(self, spec: PolicySpec) -> None:
+        """Creates the network, unless `from_pretrained` has, and reads the pretrained weights if there are any."""
+        check_encoder(self, spec)
+        if not hasattr(self, "model"):
+            resuming = self._trainer is not None and self._trainer.ckpt_path is not None
+            self.use_network(None if resuming or self.pretrained is None else PretrainedDirectory(self.pretrained))
+
+    def use_network(self, directory: PretrainedDirectory | None = None) -> None:
+        """Creates the network without any data, as exporting or counting parameters wants it.
+
+        Args:
+            directory: Where its weights are. Default: random ones, on the device that torch makes tensors on.
+        """
+        if directory is None:
+            model = PiNetwork(self.network_sizes, adaptive=self.adaptive)
+        else:
+            with torch.device("meta"):  # the tensors that are read become the parameters: nothing is held twice
+                model = PiNetwork(self.network_sizes, adaptive=self.adaptive)
+            directory.load_into(model)
+        model.vision.recompute_activations("vision" in self.activation_checkpointing)
+        model.language.recompute = "language" in self.activation_checkpointing
+        model.expert.recompute = "expert" in self.activation_checkpointing
+        frozen = {"nothing": None, "vision": model.vision, "prefix": model.paligemma}[self.freeze_parts]
+        if frozen is not None:
+            frozen.requires_grad_(False)
+        self.model = model
+
+    @property
+    def parameters_without_gradient(self) -> list[str]:
+        """Names of the parameters that never train whatever is frozen: nothing reads them."""
+        return [f"model.{name}" for name in self.model.unread_parameters]
+
+    def embed_prefix(self, batch: PackedBatch) -> Tensor:
+        """Embeddings `[T, width]` of a batch's pictures and prompts."""
+        pictures = self.model.embed_pictures(batch.pixel_values).flatten(0, 1)
+        is_picture = (batch.input_ids == self.encoder.image_token_id).to(torch.int8)
+        order = is_picture.argsort(stable=True)  # words first; a sort, as `nonzero` would stall a GPU
+        words = self.model.language.embed(batch.input_ids[order[: batch.num_tokens - pictures.shape[0]]])
+        return torch.cat((words, pictures.to(words.dtype))).index_select(0, order.argsort())
+
+    def encode_prefix(self, batch: PackedBatch) -> Prefix:
+        """Keys and values of every layer: all that the action expert reads of pictures and prompts."""
+        order = PrefixOrder.of(batch)
+        return Prefix(self.model.encode_prefix(self.embed_prefix(batch), order), order.lengths, order.order)
+
+    def forward(self, batch: PackedBatch, noise: Tensor | None = None, time: Tensor | None = None) -> LossTerms:
+        """Squared error of the velocity over the action dimensions that the data has.
+
+        Args:
+            batch: `B` samples.
+            noise: `[B, R, H, max_action_dim]`, `R` draws per sample; default: drawn.
+            time: `[B, R]`, flow times; default: drawn.
+        """
+        actions = self.normalized_actions(batch)[:, None]
+        dim, padding = actions.shape[-1], self.network_sizes.max_action_dim - actions.shape[-1]
+        actions = F.pad(actions, (0, padding))
+        draws = (batch.batch_size, self.noise_samples_per_observation)
+        if noise is None:
+            noise = torch.randn(*draws, *actions.shape[2:], device=actions.device, dtype=actions.dtype)
+        if time is None:
+            time = sample_time(draws, actions.device)
+        state = self.padded_state(batch)
+        velocity = self.velocity(self.encode_prefix(batch), interpolate(actions, noise, time), time, state)
+        losses = (velocity - velocity_target(actions, noise)).square()[..., :dim]
+        return LossTerms.of_actions(losses, batch.action_is_pad, batch.loss_weight)
+
+    def padded_state(self, batch: PackedBatch) -> Tensor:
+        """Normalised states with zeros behind: float32 `[B, max_state_dim]`; pi0.5 reads none, so `[B, 0]`."""
+        if self.adaptive:
+            return batch.state[:, :0]
+        state = self.normalized_state(batch)
+        return F.pad(state, (0, self.network_sizes.max_state_dim - state.shape[-1]))
+
+    def velocity(self, prefix: Prefix, noisy: Tensor, time: Tensor, state: Tensor) -> Tensor:
+        """Velocities of `R` noisy chunks per sample.
+
+        Args:
+            prefix: Of `B` samples.
+            noisy: `[B, R, H, max_action_dim]`, in the order of the batch.
+            time: `[B, R]`.
+            state: `padded_state`, `[B, …]`.
+
+        Returns:
+            float32, shaped like `noisy`.
+        """
+        draws, order = noisy.shape[1], prefix.order
+        layout = prefix.layout(self.model.suffix_blocks(noisy.shape[2]), draws)
+        rows = [part[order].flatten(0, 1) for part in (noisy, time, state[:, None].expand(-1, draws, -1))]
+        velocity = self.model.velocity(rows[0], rows[1], prefix.cache, layout, rows[2])
+        return velocity.view_as(noisy)[order.argsort()]
+
+    def sample_actions(
+        self, batch: PackedBatch, *, generator: Generators | None = None, noise: Tensor | None = None
+    ) -> Tensor:
+        """Denoises action chunks; the prefix is computed once for all steps.
+
+        Args:
+            batch: `B` observations.
+            generator: Source of the noise, one generator or one a row; default: see `sampling_seed`.
+            noise: `[B, H, max_action_dim]` to start from, in place of a draw.
+
+        Returns:
+            Normalised actions float32 `[B, H, A]`.
+        """
+        if noise is None:
+            noise = self.initial_noise(batch.batch_size, generator, self.network_sizes.max_action_dim)
+        prefix = self.encode_prefix(batch)
+        layout = prefix.layout(self.model.suffix_blocks(noise.shape[1]))
+        state = self.padded_state(batch)[prefix.order]
+
+        def velocity(chunks: Tensor, times: Tensor) -> Tensor:
+            return self.model.velocity(chunks, times, prefix.cache, layout, state)
+
+        actions = euler_sample(velocity, noise[prefix.order], self.denoising_steps)
+        return actions[prefix.order.argsort()][..., : self.action_normalizer.dim]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | PathLike[str],
+        *,
+        spec: PolicySpec | None = None,
+        revision: str | None = None,
+        **init_args: Any,  # noqa: ANN401
+    ) -> Self:
+        """A policy with the sizes and weights of a LeRobot or openpi checkpoint.
+
+        Args:
+            path: Directory with `config.json` and `model.safetensors` (or its shards and their index), or a hub id.
+            spec: What the policy needs to act (see `PolicySpec`). Default: training brings it.
+            revision: Revision of a hub repository.
+            init_args: Other arguments of the class.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is of another policy or damaged, or weights are
+                missing, unexpected or of another shape; names them.
+        """
+        directory = PretrainedDirectory(path, revision)
+        sizes = directory.sizes(cls.lerobot_type)
+        arguments = {"denoising_steps": directory.denoising_steps(), "sizes": sizes.to_dict(), **init_args}
+        policy = cls(**arguments)
+        policy.use_network(directory)
+        if spec is not None:
+            policy.spec = spec
+            policy.configure_model()
+        return policy
+
+    def save_pretrained(self, path: str | PathLike[str]) -> None:
+        """Writes the weights as a directory that LeRobot's `from_pretrained` reads, and ours.
+
+        Args:
+            path: The directory; made if it does not exist. Files of an earlier checkpoint in it are replaced.
+        """
+        save_directory(self, path, self._spec)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leaves out where the first weights came from: the checkpoint holds all of them."""
+        super().on_save_checkpoint(checkpoint)
+        for arguments in (checkpoint["policy_class"]["init_args"], checkpoint.get("hyper_parameters", {})):
+            if "pretrained" in arguments:
+                arguments["pretrained"] = None
+
+
+class Pi05Policy(PiPolicy):
+    """pi0.5 (arXiv:2504.16054): the state is discretised into the prompt, flow time acts through adaptive norms.
+
+    Give the encoder `prompt: pi05`, or `pi0` for a policy without state. See `PiPolicy` for the arguments.
+    """
+
+    lerobot_type = "pi05"
+    adaptive = True
+
+
+class Pi0Policy(PiPolicy):
+    """pi0 (arXiv:2410.24164): the state is one token before the actions, flow time is mixed into the action tokens.
+
+    Give the encoder `prompt: pi0`. See `PiPolicy` for the arguments.
+
+    Args:
+        state_normalization: How states are scaled.
+        action_normalization: How actions are scaled.
+        kwargs: Arguments of `PiPolicy` and `PolicyModule`.
+    """
+
+    lerobot_type = "pi0"
+    adaptive = False
+
+    def __init__(
+        self,
+        *,
+        state_normalization: Normalization = "mean_std",
+        action_normalization: Normalization = "mean_std",
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(state_normalization=state_normalization, action_normalization=action_normalization, **kwargs)

@@ -1,0 +1,17 @@
+"""Which parts compute in float32 under `bf16-mixed`, as in openpi: norms, flow time, action and state projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """A context in which nothing is rounded to half precision."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """Tokens in the dtype that autocast computes in, so that residuals are not kept in twice the bytes."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.features import Feature
 from lightning_embodied.models.augmentation import shift_pictures
+from lightning_embodied.models.lora import LoRA, add_lora, merge_lora
 from lightning_embodied.models.loss import GlobalMean, LossTerms
 from lightning_embodied.models.normalizer import Normalization, Normalizer
 from lightning_embodied.models.observations import (
@@ -55,6 +56,9 @@ class PolicyModule(LightningModule):
         sampling_seed: Seed of the noise from which actions are sampled when no generator is given: every call and
             every row starts from the same noise, so that acting is a function of the observation alone. `null` draws
             from torch's random state.
+        lora: Low-rank adapters: only they train, all other weights are frozen. `target_modules` are patterns of the
+            linear layers to adapt (`*.q_proj`), `rank` (8) and `alpha` (16) their size and strength, `also_train`
+            patterns of parameters that train beside them.
     """
 
     encoder: SampleEncoder
@@ -72,6 +76,7 @@ class PolicyModule(LightningModule):
         action_normalization: Normalization = "quantile",
         image_shift: int = 0,
         sampling_seed: int | None = 0,
+        lora: LoRA | None = None,
     ) -> None:
         super().__init__()
         # The subclass's arguments as well; not what LightningCLI adds, so that they are arguments and nothing else.
@@ -84,6 +89,7 @@ class PolicyModule(LightningModule):
         self.action_normalization = action_normalization
         self.image_shift = image_shift
         self.sampling_seed = sampling_seed
+        self.lora = lora
         self._spec: PolicySpec | None = None
         self._built = False
         self._global_mean = GlobalMean()
@@ -199,7 +205,14 @@ class PolicyModule(LightningModule):
         self.state_normalizer = Normalizer(stats(self._spec.state_keys), self.state_normalization)
         self.action_normalizer = Normalizer(stats((self._spec.action_key,)), self.action_normalization)
         self.build(self._spec)
+        if self.lora is not None:
+            add_lora(self, self.lora)
         self._built = True
+
+    def merge_lora(self) -> None:
+        """Makes the adapters part of the weights, for acting and export: same actions, no adapters left."""
+        merge_lora(self)
+        self.lora = self.hparams["lora"] = None
 
     def _find_spec(self) -> None:
         # Callbacks such as WeightAveraging call `configure_model` before this module's `setup`.

@@ -1,6 +1,7 @@
 """transformers' models run packed against golden files of every sample run alone, from the same weights."""
 
 import json
+import re
 from itertools import accumulate
 from pathlib import Path
 
@@ -262,3 +263,14 @@ def test_a_cache_and_padded_text_are_refused():
 def test_prefixes_must_fit(prefixes, causal):
     with pytest.raises(ConfigError, match="prefixes"):
         packed(IDS, causal, prefix_lengths=prefixes)
+
+
+def test_the_documented_example():
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "TokenPacking" in block)
+    variables = {}
+    exec(code, variables)  # noqa: S102
+    model, samples = variables["model"].eval(), (variables["first"], variables["second"])
+    model.set_attn_implementation("eager")
+    expected = [model(sample[None]).last_hidden_state[0] for sample in samples]
+    assert torch.allclose(variables["features"], torch.cat(expected), atol=ATOL)

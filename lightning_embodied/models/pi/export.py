@@ -6,15 +6,13 @@ the expert's is zero.
 
 from __future__ import annotations
 
-import json
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-
+from lightning_embodied.models.directory import write_directory
+from lightning_embodied.models.lora import merged_state_dict
 from lightning_embodied.models.pi.config_json import config_of
-from lightning_embodied.models.pi.directory import CONFIG, EMBEDDING, EXPERT_HEAD, INDEX, PREFIX, TIED_HEAD, WEIGHTS
+from lightning_embodied.models.pi.directory import EMBEDDING, EXPERT_HEAD, PREFIX, TIED_HEAD
 from lightning_embodied.models.spec import PolicySpec
 
 if TYPE_CHECKING:
@@ -29,16 +27,10 @@ def save_directory(policy: PiPolicy, path: str | PathLike[str], spec: PolicySpec
         path: The directory.
         spec: What `config.json` says of features and horizon, if it is known.
     """
-    directory, sizes = Path(path), policy.network_sizes
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in policy.model.state_dict().items()}
+    sizes = policy.network_sizes
+    tensors = merged_state_dict(policy.model)
     tensors[TIED_HEAD] = tensors[EMBEDDING].clone()
     tensors[EXPERT_HEAD] = tensors[EMBEDDING].new_zeros(sizes.vocab_size, sizes.expert.width)
     scalings = policy.state_normalization, policy.action_normalization
     config = config_of(policy.lerobot_type, sizes, policy.denoising_steps, spec, scalings)
-    unfinished = directory / f"{WEIGHTS}.unfinished"
-    save_file({PREFIX + name: tensor for name, tensor in tensors.items()}, unfinished, metadata={"format": "pt"})
-    for name in (CONFIG, INDEX):  # a directory whose weights are being replaced does not open
-        (directory / name).unlink(missing_ok=True)
-    unfinished.replace(directory / WEIGHTS)
-    (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    write_directory(path, {PREFIX + name: tensor for name, tensor in tensors.items()}, config)

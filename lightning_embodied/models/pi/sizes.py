@@ -7,14 +7,14 @@ The published towers are SigLIP So400m/14, Gemma 2B and a Gemma of 300M paramete
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.siglip import SiglipConfig
+from lightning_embodied.models.sizes import changed_sizes
 
 Preset = Literal["base", "tiny"]
-_Sizes = TypeVar("_Sizes", bound="PiSizes | GemmaSizes | SiglipConfig")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PiSizes:
         """
         if preset not in PRESETS:
             raise ConfigError("no such preset", where="preset", found=preset, expected=", ".join(PRESETS))
-        return _changed(PRESETS[preset], dict(changes or {}), "sizes")
+        return changed_sizes(PRESETS[preset], changes or {})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `PiSizes.of` takes them as changes."""
@@ -128,21 +128,3 @@ PRESETS: dict[str, PiSizes] = {
         vocab_size=1024,
     ),
 }
-
-
-def _changed(sizes: _Sizes, changes: Mapping[str, Any], where: str) -> _Sizes:
-    names = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
-    values: dict[str, Any] = {}
-    for name, value in changes.items():
-        place = f"{where}.{name}"
-        if name not in names:
-            raise ConfigError("no such size", where=place, found=name, expected=", ".join(names))
-        if is_dataclass(names[name]):
-            if not isinstance(value, Mapping):
-                raise ConfigError("a tower's sizes are no mapping", where=place, found=value, expected="{depth: …, …}")
-            values[name] = _changed(names[name], value, place)
-        elif type(value) is not type(names[name]) or (type(value) is int and value < 1):
-            raise ConfigError("this is no size", where=place, found=value, expected=f"something like {names[name]}")
-        else:
-            values[name] = value
-    return replace(sizes, **values)

@@ -13,11 +13,13 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.features import Feature
+from lightning_embodied.models.arguments import plain_arguments
 from lightning_embodied.models.augmentation import shift_pictures
 from lightning_embodied.models.lora import LoRA, add_lora, merge_lora
 from lightning_embodied.models.loss import GlobalMean, LossTerms
@@ -193,7 +195,7 @@ class PolicyModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Takes the spec from the DataModule; one from a checkpoint stays, and the statistics with it."""
         self._find_spec()
-        _plain_arguments(self)  # refuse now what no checkpoint could hold
+        plain_arguments(self)  # refuse now what no checkpoint could hold
 
     def configure_model(self) -> None:
         """Builds normalisers and layers once the spec is known (Lightning may call this more than once)."""
@@ -261,7 +263,8 @@ class PolicyModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with warm-up and cosine decay over the run."""
-        optimizer = adamw(self.parameters(), self.learning_rate, self.weight_decay)
+        fused = not isinstance(self.trainer.precision_plugin, MixedPrecision)
+        optimizer = adamw(self.parameters(), self.learning_rate, self.weight_decay, fused=fused)
         total = self.trainer.estimated_stepping_batches
         schedule = warmup_cosine(optimizer, total, self.warmup, self.final_learning_rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -271,7 +274,7 @@ class PolicyModule(LightningModule):
         checkpoint["policy_spec"] = self.spec.to_dict()
         checkpoint["policy_class"] = {
             "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
-            "init_args": _plain_arguments(self),
+            "init_args": plain_arguments(self),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -279,24 +282,3 @@ class PolicyModule(LightningModule):
         if "policy_spec" in checkpoint:
             self._spec = PolicySpec.from_dict(checkpoint["policy_spec"])
         self.configure_model()
-
-
-def _plain_arguments(policy: PolicyModule) -> dict[str, Any]:
-    arguments = dict(policy.hparams)
-    for key, value in arguments.items():
-        if not _is_plain(value):
-            raise ConfigError(
-                "an argument of the policy cannot be kept in a checkpoint",
-                where=f"{type(policy).__name__}({key}=…)",
-                found=type(value).__name__,
-                expected="numbers, strings, booleans, None, and lists, tuples and dicts of them",
-            )
-    return arguments
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, bool | int | float | str)

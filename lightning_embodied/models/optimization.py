@@ -15,13 +15,16 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> AdamW:
+def adamw(
+    parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float, *, fused: bool = True
+) -> AdamW:
     """AdamW with `weight_decay` on matrices and convolutions and none on vectors (norms, biases).
 
     Args:
         parameters: Those that train; frozen ones are left out.
         learning_rate: Peak learning rate.
         weight_decay: Decoupled weight decay.
+        fused: Allow one kernel for all on the CPU. Under mixed precision Lightning clips no gradients of such a one.
     """
     training = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -32,7 +35,7 @@ def adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay
         [group for group in groups if group["params"]],
         lr=learning_rate,
         betas=(0.9, 0.95),
-        fused=all(parameter.device.type == "cpu" for parameter in training) or None,
+        fused=(fused and all(parameter.device.type == "cpu" for parameter in training)) or None,
     )
 
 

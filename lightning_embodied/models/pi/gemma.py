@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_embodied.models.layers import modulate, rms_norm
-from lightning_embodied.models.pi.precision import full_precision
+from lightning_embodied.models.pi.precision import at_least_float32, full_precision
 from lightning_embodied.models.pi.sizes import GemmaSizes
 from lightning_embodied.models.prefix import KeyValue
 from lightning_embodied.models.transformer import modulation
@@ -33,7 +33,7 @@ def rotation_of(position_ids: Tensor, head_dim: int, base: float = 10_000.0) -> 
 
 def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
     """Applies rotary positions to `[T, heads, head_dim]`, pairing dimension `i` with `i + head_dim / 2` as Gemma."""
-    (cos, sin), (first, second) = rotation, x.float().chunk(2, dim=-1)
+    (cos, sin), (first, second) = rotation, at_least_float32(x).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, None]:
         """`[..., width]` to the same, and no gate; there is nothing to condition on."""
-        return rms_norm(x.float(), 1 + self.weight.float()).to(x.dtype), None
+        return rms_norm(at_least_float32(x), 1 + at_least_float32(self.weight)).to(x.dtype), None
 
 
 class AdaptiveRMSNorm(nn.Module):
@@ -67,9 +67,9 @@ class AdaptiveRMSNorm(nn.Module):
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
         """Chunks `[N, H, width]` and their condition `[N, width]` to normed chunks and gate `[N, 1, width]`."""
         with full_precision(x):
-            parts = self.dense(condition.to(self.dense.weight.dtype))[:, None].float()
+            parts = at_least_float32(self.dense(condition.to(self.dense.weight.dtype))[:, None])
             scale, shift, gate = parts.chunk(3, dim=-1)
-            return modulate(x.float(), scale, shift).to(x.dtype), gate.to(x.dtype)
+            return modulate(at_least_float32(x), scale, shift).to(x.dtype), gate.to(x.dtype)
 
 
 class Attention(nn.Module):

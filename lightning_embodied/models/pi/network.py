@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_embodied.attention import PrefixSuffixLayout, varlen_attention
 from lightning_embodied.models.layers import time_embedding
 from lightning_embodied.models.pi.gemma import Attend, Gemma, Rotation, rotation_of
-from lightning_embodied.models.pi.precision import full_precision, to_compute_dtype
+from lightning_embodied.models.pi.precision import at_least_float32, full_precision, to_compute_dtype
 from lightning_embodied.models.pi.sizes import PiSizes
 from lightning_embodied.models.prefix import KeyValue, PrefixOrder
 from lightning_embodied.models.siglip import SiglipVisionModel
@@ -60,6 +60,10 @@ class PiNetwork(nn.Module):
         else:
             self.state_proj = nn.Linear(sizes.max_state_dim, width)
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
+        self.freeze_unread()
+
+    def freeze_unread(self) -> None:
+        """Lets nothing train that nothing reads, adapters in the last prefix layer included."""
         for name in self.unread_parameters:
             self.get_parameter(name).requires_grad_(False)
 
@@ -141,7 +145,7 @@ class PiNetwork(nn.Module):
         x, _ = self.expert.norm(x, condition)
         with full_precision(x):
             out: Tensor = self.action_out_proj(x[:, -noisy.shape[1] :].to(self.action_out_proj.weight.dtype))
-        return out.float()
+        return at_least_float32(out)
 
     def suffix_blocks(self, horizon: int) -> list[int]:
         """Blocks of a suffix with `horizon` actions: pi0's state token comes first and does not see the actions."""

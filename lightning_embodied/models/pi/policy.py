@@ -38,8 +38,8 @@ class PiPolicy(PolicyModule):
         preset: Sizes of the network: `base` are the published ones (3.4 billion parameters), `tiny` trains on a CPU.
         sizes: Values to change in the preset: `vocab_size`, `max_action_dim`, `max_state_dim`, and mappings for
             `language` and `expert` (`width`, `depth`, `heads`, …: `GemmaSizes`) and `vision` (`SiglipConfig`).
-        pretrained: Directory or hub id of a LeRobot or openpi checkpoint to start from. A checkpoint of this project
-            holds all weights, so it is not read again when one is resumed or loaded.
+        pretrained: Directory or hub id of a LeRobot or openpi checkpoint to start from. Checkpoints that training
+            writes hold all weights: `load_policy` needs the directory no more, only resuming looks for it again.
         freeze: `vision` trains all but the picture tower, `prefix` only the action expert and its projections.
         activation_checkpointing: Towers whose activations are computed again in the backward pass instead of kept.
         noise_samples_per_observation: Noise and time draws per observation and step; they share one prefix, so each
@@ -85,8 +85,13 @@ class PiPolicy(PolicyModule):
         """Creates the network, unless `from_pretrained` has, and reads the pretrained weights if there are any."""
         check_encoder(self, spec)
         if not hasattr(self, "model"):
-            resuming = self._trainer is not None and self._trainer.ckpt_path is not None
-            self.use_network(None if resuming or self.pretrained is None else PretrainedDirectory(self.pretrained))
+            self.use_network(None if self.pretrained is None else PretrainedDirectory(self.pretrained))
+
+    def configure_model(self) -> None:
+        """See `PolicyModule`; adapters that nothing reads do not train."""
+        super().configure_model()
+        if self._built:
+            self.model.freeze_unread()
 
     def use_network(self, directory: PretrainedDirectory | None = None) -> None:
         """Creates the network without any data, as exporting or counting parameters wants it.

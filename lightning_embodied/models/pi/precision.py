@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32, or as it is if it is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def full_precision(x: Tensor) -> torch.autocast:
     """A context in which nothing is rounded to half precision."""
     return torch.autocast(x.device.type, enabled=False)

@@ -2,29 +2,25 @@
 
     OMP_NUM_THREADS=1 python benchmarks/packing.py
 
-Prints ours, the baseline, the bound and the ratio; the last rows of each table are the cases without gain.
+Prints ours, the baseline, the bound and the ratio; the last rows of each table are the cases without gain. Two
+baselines of the training step: padding to the longest sample of the batch, and to a fixed length as openpi and LeRobot
+do for pi0 and pi0.5. A ratio may be above the bound 1 / (1 - padding), which counts tokens: attention's share grows with
+their square.
 """
 
 from __future__ import annotations
 
-import random
 import time
+from collections.abc import Callable
 
 import torch
-from timing import cpu_milliseconds, table
+from robot_mixture import mixture
+from timing import cpu_milliseconds, peak_mebibytes, table
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_embodied.attention import varlen_attention
 from lightning_embodied.packing import balance_packs, padding_share, plan_packs
-
-
-def mixture(number: int, seed: int = 0) -> list[int]:
-    """Token counts of five robot datasets: one to six pictures, an instruction, state and actions."""
-    choose = random.Random(seed)  # noqa: S311
-    kinds = [(64,), (128, 256, 256, 288), (256,), (256, 512, 512, 768), (768, 1024, 1024, 1024, 1024, 1536)]
-    drawn = choose.choices(kinds, weights=[15, 25, 25, 25, 10], k=number)
-    return [choose.choice(kind) + choose.randint(4, 21) + 17 for kind in drawn]
 
 
 def planners(lengths: list[int], title: str) -> None:
@@ -74,10 +70,13 @@ def ranks(lengths: list[int], number: int = 8, quadratic: float = 1e-3) -> None:
     table(f"slowest of {number} ranks above the mean", rows)
 
 
+WIDTH = 256
+
+
 class Layer(nn.Module):
     """A transformer layer that runs packed (cumulative lengths) or padded (mask), with the same weights."""
 
-    def __init__(self, width: int = 256, heads: int = 4) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
         self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -105,45 +104,78 @@ def lengths_with_padding(share: float, longest: int, number: int) -> list[int]:
     return [longest, *(round(mean + spread * (2 * i / (number - 2) - 1) * 0.6) for i in range(number - 1))]
 
 
-def train_steps(longest: int = 192, number: int = 16, depth: int = 2) -> None:
+def steps(layers: nn.ModuleList, lengths: list[int], longest: int) -> dict[str, Callable[[], Tensor]]:
+    """A training step of the same samples, packed and padded; both give the same rows and gradients."""
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    here = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    tokens = torch.randn(len(lengths), longest, WIDTH)
+    packed_tokens = tokens[here]
+
+    def packed() -> Tensor:
+        layers.zero_grad()
+        rows = packed_tokens
+        for layer in layers:
+            rows = layer.packed(rows, cu, max(lengths))
+        rows.square().sum().backward()
+        return rows
+
+    def padded() -> Tensor:
+        layers.zero_grad()
+        rows = tokens
+        for layer in layers:
+            rows = layer.padded(rows, here[:, None, None])
+        rows[here].square().sum().backward()
+        return rows[here]
+
+    gradients = []
+    results = []
+    for step in (packed, padded):
+        results.append(step().detach())
+        gradients.append([parameter.grad.clone() for parameter in layers.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    return {"ours": packed, "padded": padded}
+
+
+def row(name: str, layers: nn.ModuleList, lengths: list[int], longest: int, seconds: float) -> dict[str, object]:
+    functions = steps(layers, lengths, longest)
+    times = cpu_milliseconds(functions, seconds)
+    memory = {name: peak_mebibytes(function) for name, function in functions.items()}
+    padding = 1 - sum(lengths) / (longest * len(lengths))
+    ratio, bound = times["padded"] / times["ours"], 1 / (1 - padding)
+    return {
+        "case": name,
+        "padding": f"{padding:.0%}",
+        "ours ms": f"{times['ours']:.0f}",
+        "padded ms": f"{times['padded']:.0f}",
+        "bound": f"{bound:.2f}",
+        "ratio": f"{ratio:.2f}",
+        "of bound": f"{ratio / bound:.2f}",
+        "ours MiB": f"{memory['ours']:.0f}",
+        "padded MiB": f"{memory['padded']:.0f}",
+        "memory ratio": f"{memory['padded'] / memory['ours']:.2f}",
+    }
+
+
+def train_steps(longest: int = 192, number: int = 64, depth: int = 2, seconds: float = 12.0) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList(Layer() for _ in range(depth))
-    rows: list[dict[str, object]] = []
-    for share in (0.9, 0.6, 0.47, 0.2, 0.0):
-        lengths = sorted(lengths_with_padding(share, longest, number))
-        padding = 1 - sum(lengths) / (longest * number)
-        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-        here = torch.arange(longest) < torch.tensor(lengths)[:, None]
-        tokens = torch.randn(number, longest, 256)
-
-        def packed(rows: Tensor = tokens[here], cu: Tensor = cu) -> Tensor:
-            layers.zero_grad()
-            for layer in layers:
-                rows = layer.packed(rows, cu, longest)
-            rows.square().sum().backward()
-            return rows
-
-        def padded(rows: Tensor = tokens, here: Tensor = here) -> Tensor:
-            layers.zero_grad()
-            for layer in layers:
-                rows = layer.padded(rows, here[:, None, None])
-            rows[here].square().sum().backward()
-            return rows[here]
-
-        torch.testing.assert_close(packed(), padded(), rtol=1e-4, atol=1e-4)
-        times = cpu_milliseconds({"ours": packed, "padded": padded})
-        ratio, bound = times["padded"] / times["ours"], 1 / (1 - padding)
-        rows.append(
-            {
-                "padding": f"{padding:.0%}" + (" (no gain)" if padding < 0.01 else ""),
-                "ours ms": f"{times['ours']:.0f}",
-                "padded ms": f"{times['padded']:.0f}",
-                "bound": f"{bound:.2f}",
-                "ratio": f"{ratio:.2f}",
-                "of bound": f"{ratio / bound:.2f}",
-            }
-        )
-    table(f"training step, {depth} layers of width 256, {number} samples padded to {longest}, one thread", rows)
+    shape = f"{depth} layers of width {WIDTH}, one thread"
+    rows = [
+        row(f"{share:.0%}" + ("" if share else " (no gain)"), layers,
+            sorted(lengths_with_padding(share, longest, number)), longest, seconds)
+        for share in (0.9, 0.6, 0.47, 0.2, 0.0)
+    ]  # fmt: skip
+    table(f"training step at a given padding: {number} samples padded to {longest}, {shape}", rows)
+    short = [max(1, length // 8) for length in mixture(2000)]
+    rows = []
+    for size in (8, 32):
+        batch = sorted(short[:size])
+        rows.append(row(f"{size} samples, fixed length", layers, batch, max(short), seconds))
+        rows.append(row(f"{size} samples, to the longest", layers, batch, max(batch), seconds))
+    rows.append(row("32 equal samples (no gain)", layers, [max(short) // 4] * 32, max(short) // 4, seconds))
+    table(f"training step on the mixture, lengths an eighth, {shape}", rows)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from torch.profiler import ProfilerActivity, profile
+
 
 def cpu_milliseconds(functions: Mapping[str, Callable[[], object]], seconds: float = 4.0) -> dict[str, float]:
     """Lower-quartile CPU milliseconds of each function; `seconds` bounds the whole measurement roughly."""
@@ -18,6 +20,23 @@ def cpu_milliseconds(functions: Mapping[str, Callable[[], object]], seconds: flo
             function()
             times[name].append(time.process_time() - start)
     return {name: 1e3 * sorted(values)[len(values) // 4] for name, values in times.items()}
+
+
+def peak_mebibytes(function: Callable[[], object]) -> float:
+    """Most memory that torch's CPU allocator held at once during a second call of a function, beyond what it began with.
+
+    From the allocator's own events, so temporary buffers inside operators count as well.
+    """
+    function()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    assert profiled.profiler is not None
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak / 2**20
 
 
 def table(title: str, rows: list[dict[str, object]]) -> None:

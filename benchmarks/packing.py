@@ -4,8 +4,9 @@
 
 Prints ours, the baseline, the bound and the ratio; the last rows of each table are the cases without gain. Two
 baselines of the training step: padding to the longest sample of the batch, and to a fixed length as openpi and LeRobot
-do for pi0 and pi0.5. A ratio may be above the bound 1 / (1 - padding), which counts tokens: attention's share grows with
-their square.
+do for pi0 and pi0.5. Packs are sorted by length, as `VarlenPackingCollator(sort_by_length=True)` does. A ratio may be
+above the bound 1 / (1 - padding), which counts tokens, because attention grows with their square; with few tokens left
+it is below, because reading the weights and writing their gradients costs the same however few there are.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ def train_steps(longest: int = 192, number: int = 64, depth: int = 2, seconds: f
             sorted(lengths_with_padding(share, longest, number)), longest, seconds)
         for share in (0.9, 0.6, 0.47, 0.2, 0.0)
     ]  # fmt: skip
+    few = sorted(lengths_with_padding(0.9, longest, number // 4))
+    rows.append(row(f"{len(few)} samples: {sum(few)} tokens", layers, few, longest, seconds))
     table(f"training step at a given padding: {number} samples padded to {longest}, {shape}", rows)
     short = [max(1, length // 8) for length in mixture(2000)]
     rows = []

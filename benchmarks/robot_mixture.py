@@ -1,7 +1,7 @@
 """Sequence lengths of a mixture of robot datasets, for benchmarks and tests of packing.
 
 Weights and views stand for Meta-World (15 %), LIBERO (25 %), Bridge (25 %), DROID (25 %) and ALOHA (10 %): one to six
-pictures of 64 or 256 tokens, 4 to 21 tokens of instruction, 17 of state and actions. Cameras decide, text hardly matters.
+pictures of 64 or 256 tokens, 4 to 21 tokens of instruction, 17 of state and actions: cameras decide, not text.
 """
 
 from __future__ import annotations

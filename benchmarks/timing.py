@@ -23,7 +23,7 @@ def cpu_milliseconds(functions: Mapping[str, Callable[[], object]], seconds: flo
 
 
 def peak_mebibytes(function: Callable[[], object]) -> float:
-    """Most memory that torch's CPU allocator held at once during a second call of a function, beyond what it began with.
+    """Most memory that torch's CPU allocator held at once during a second call, beyond what it held before.
 
     From the allocator's own events, so temporary buffers inside operators count as well.
     """

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py
 
-Attention alone, forward and backward, fp32. Prints ours, the baseline, the bound (share of the work that is needed)
-and the ratio; rows without padding or with one draw are the cases without gain.
+Attention alone, forward and backward. Prints ours, the baseline, the bound (share of the work that is needed), the
+ratio and peak memory; rows without padding or with one draw are the cases without gain.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ import random
 from collections.abc import Callable
 
 import torch
-from timing import cpu_milliseconds, table
+from timing import Bench, table
 from torch import Tensor
 from torch.nn import functional
 
 from lightning_embodied.attention import PrefixSuffixLayout, choose_backend, varlen_attention
-
-
-def cumulative(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def with_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Tensor]:
@@ -35,20 +31,26 @@ def with_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[
     return step
 
 
-def row(name: str, times: dict[str, float], bound: float) -> dict[str, object]:
+def row(bench: Bench, name: str, functions: dict[str, Callable[[], Tensor]], bound: float) -> dict[str, object]:
+    """Our function comes first, the baseline of the ratios last."""
+    times = bench.milliseconds(functions)
     ours, *baselines = times
+    memory = [bench.peak_mebibytes(functions[name]) for name in (ours, baselines[-1])]
     return {
         "case": name,
-        "ours ms": f"{times[ours]:.1f}",
-        **{f"{other} ms": f"{times[other]:.1f}" for other in baselines},
+        "ours ms": f"{times[ours]:.2f}",
+        **{f"{other} ms": f"{times[other]:.2f}" for other in baselines},
         "bound": f"{bound:.2f}",
         "ratio": f"{times[baselines[-1]] / times[ours]:.2f}",
+        "ours MiB": f"{memory[0]:.0f}",
+        f"{baselines[-1]} MiB": f"{memory[1]:.0f}",
     }
 
 
-def packed_against_padded() -> None:
+def cases() -> dict[str, tuple[list[int], int, int, int]]:
+    """Name to lengths, heads, key heads and width of a head."""
     draw = random.Random(0)  # noqa: S311
-    cases = {
+    return {
         "64 x 42, 4 heads x 32 (no gain)": ([42] * 64, 4, 4, 32),
         "64 of 3 lengths 30..62, sorted": (sorted(draw.choice((30, 46, 62)) for _ in range(64)), 4, 4, 32),
         "64 of 3 lengths 30..62, mixed": ([draw.choice((30, 46, 62)) for _ in range(64)], 4, 4, 32),
@@ -56,17 +58,22 @@ def packed_against_padded() -> None:
         "16 of 100..700, 8 heads x 64": ([draw.randint(100, 700) for _ in range(16)], 8, 8, 64),
         "16 of 100..700, 8 heads, 1 kv head": ([draw.randint(100, 700) for _ in range(16)], 8, 1, 64),
     }
+
+
+def packed_against_padded(
+    bench: Bench, shapes: dict[str, tuple[list[int], int, int, int]], backend: str | None = None
+) -> None:
     rows = []
-    for name, (lengths, heads, kv_heads, dim) in cases.items():
-        longest, total, cu = max(lengths), sum(lengths), cumulative(lengths)
-        packed = [torch.randn(total, n, dim) for n in (heads, kv_heads, kv_heads)]
-        here = torch.arange(longest) < torch.tensor(lengths)[:, None]
-        padded = [torch.zeros(len(lengths), longest, *tensor.shape[1:]) for tensor in packed]
+    for name, (lengths, heads, kv_heads, dim) in shapes.items():
+        longest, total, cu = max(lengths), sum(lengths), bench.cumulative(lengths)
+        packed = [bench.randn(total, n, dim) for n in (heads, kv_heads, kv_heads)]
+        here = torch.arange(longest, device=bench.device) < cu.diff()[:, None]
+        padded = [torch.zeros(len(lengths), longest, *tensor.shape[1:]).to(tensor) for tensor in packed]
         for full, part in zip(padded, packed, strict=True):
             full[here] = part
 
         def ours(q: Tensor, k: Tensor, v: Tensor, cu: Tensor = cu, longest: int = longest) -> Tensor:
-            return varlen_attention(q, k, v, cu, cu, longest, longest)
+            return varlen_attention(q, k, v, cu, cu, longest, longest, backend=backend)
 
         def baseline(q: Tensor, k: Tensor, v: Tensor, here: Tensor = here) -> Tensor:
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -75,10 +82,11 @@ def packed_against_padded() -> None:
             return out.transpose(1, 2)
 
         functions = {"ours": with_backward(ours, *packed), "padded": with_backward(baseline, *padded)}
-        torch.testing.assert_close(functions["ours"](), functions["padded"]()[here], rtol=1e-4, atol=1e-5)
+        bench.assert_same(functions["ours"](), functions["padded"]()[here])
         bound = longest**2 * len(lengths) / sum(length**2 for length in lengths)
-        rows.append(row(name, cpu_milliseconds(functions, 3.0), bound))
-    table(f"varlen_attention ({choose_backend(packed[0]).name}) against SDPA on a padded batch", rows)
+        rows.append(row(bench, name, functions, bound))
+    name = choose_backend(packed[0], backend).name
+    table(f"varlen_attention ({name}, {bench.dtype} on {bench.device}) against SDPA on a padded batch", rows)
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -86,27 +94,29 @@ def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     group = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(group, 2) for tensor in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[3] ** -0.5
-    return torch.einsum("bhqk,bkhd->bqhd", (scores + mask).softmax(-1), value)
+    return torch.einsum("bhqk,bkhd->bqhd", (scores + mask).softmax(-1).to(value.dtype), value)
 
 
-def pi05_blocks(text: int = 48, horizon: int = 50, views: int = 3, heads: int = 8, dim: int = 32) -> None:
+def pi05_blocks(
+    bench: Bench, *, image: int = 128, text: int = 48, horizon: int = 50, heads: int = 8, dim: int = 32
+) -> None:
+    """Three views of `image` tokens and `text` tokens of instruction are the fixed length of openpi and LeRobot."""
+    fixed = 3 * image + text
     rows = []
     for name, cameras in {"cameras missing": [1, 2, 3, 1], "nothing missing (no gain)": [3, 3, 3, 3]}.items():
-        image = 128
-        used = [n * image + text // 3 for n in cameras] if "missing" in name and len(set(cameras)) > 1 else [432] * 4
-        fixed = views * image + text
-        layout, cu = PrefixSuffixLayout(used, [horizon]), cumulative(used)
+        used = [n * image + (text // 3 if "missing" in name and len(set(cameras)) > 1 else text) for n in cameras]
+        layout, cu = PrefixSuffixLayout(used, [horizon], device=bench.device), bench.cumulative(used)
         size, longest = len(used), max(used)
         shapes = [(sum(used), n, dim) for n in (heads, 1, 1)] + [(size * horizon, n, dim) for n in (heads, 1, 1)]
-        packed = [torch.randn(shape) for shape in shapes]
-        real = torch.arange(fixed) < torch.tensor(used)[:, None]
-        valid = torch.cat([real, torch.ones(size, horizon, dtype=torch.bool)], 1)
-        block = torch.arange(fixed + horizon) >= fixed
+        packed = [bench.randn(*shape) for shape in shapes]
+        real = torch.arange(fixed, device=bench.device) < cu.diff()[:, None]
+        valid = torch.cat([real, torch.ones(size, horizon, dtype=torch.bool, device=bench.device)], 1)
+        block = torch.arange(fixed + horizon, device=bench.device) >= fixed
         seen = (block[None, :] <= block[:, None])[None] & valid[:, None]
-        mask = torch.where(seen, 0.0, -2.38e38)[:, None]
+        mask = torch.where(seen, 0.0, -2.38e38)[:, None].to(bench.dtype)
         dense = []
         for first, second in zip(packed[:3], packed[3:], strict=True):
-            full = torch.zeros(size, fixed + horizon, *first.shape[1:])
+            full = torch.zeros(size, fixed + horizon, *first.shape[1:]).to(first)
             full[:, :fixed][real] = first
             full[:, fixed:] = second.view(size, horizon, *second.shape[1:])
             dense.append(full)
@@ -126,22 +136,23 @@ def pi05_blocks(text: int = 48, horizon: int = 50, views: int = 3, heads: int = 
             "dense eager": with_backward(lambda q, k, v, mask=mask: eager(q, k, v, mask), *dense),
         }
         suffix = functions["dense eager"]()[:, fixed:].reshape(-1, heads, dim)
-        torch.testing.assert_close(functions["ours"]()[sum(used) :], suffix, rtol=1e-4, atol=1e-5)
+        bench.assert_same(functions["ours"]()[sum(used) :], suffix)
         work = sum(n * n + horizon * (n + horizon) for n in used)
-        rows.append(row(name, cpu_milliseconds(functions, 4.0), size * (fixed + horizon) ** 2 / work))
-    table("pi0.5's blocks against the dense mask of openpi and LeRobot", rows)
+        rows.append(row(bench, name, functions, size * (fixed + horizon) ** 2 / work))
+    table(f"pi0.5's blocks ({bench.dtype} on {bench.device}) against the dense mask of openpi and LeRobot", rows)
 
 
-def shared_prefixes(horizon: int = 50, heads: int = 8, dim: int = 32) -> None:
-    used = [400, 280, 150, 400]
-    cu, longest = cumulative(used), max(used)
-    prefix = [torch.randn(sum(used), n, dim) for n in (heads, 1, 1)]
+def shared_prefixes(
+    bench: Bench, *, used: tuple[int, ...] = (400, 280, 150, 400), horizon: int = 50, heads: int = 8, dim: int = 32
+) -> None:
+    cu, longest = bench.cumulative(list(used)), max(used)
+    prefix = [bench.randn(sum(used), n, dim) for n in (heads, 1, 1)]
     rows = []
     for draws in (4, 1):
-        suffix = [torch.randn(len(used) * draws * horizon, n, dim) for n in (heads, 1, 1)]
+        suffix = [bench.randn(len(used) * draws * horizon, n, dim) for n in (heads, 1, 1)]
 
         def passes(*p: Tensor, shared: bool, draws: int = draws) -> Tensor:
-            layout = PrefixSuffixLayout(used, [horizon], draws if shared else 1)
+            layout = PrefixSuffixLayout(used, [horizon], draws if shared else 1, bench.device)
             parts = [p[3:]] if shared else [
                 [t.view(len(used), draws, horizon, *t.shape[1:])[:, i].flatten(0, 1) for t in p[3:]]
                 for i in range(draws)
@@ -160,13 +171,13 @@ def shared_prefixes(horizon: int = 50, heads: int = 8, dim: int = 32) -> None:
         rest = sum(horizon * (n + horizon) for n in used)
         bound = draws * (own + rest) / (own + draws * rest)
         name = f"{draws} draws an observation" if draws > 1 else "1 draw (no gain)"
-        rows.append(row(name, cpu_milliseconds(functions, 3.0), bound))
-    table("one prefix shared by R suffixes against R passes", rows)
+        rows.append(row(bench, name, functions, bound))
+    table(f"one prefix shared by R suffixes against R passes ({bench.dtype} on {bench.device})", rows)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    packed_against_padded()
-    pi05_blocks()
-    shared_prefixes()
+    packed_against_padded(Bench(), cases())
+    pi05_blocks(Bench())
+    shared_prefixes(Bench())

@@ -38,6 +38,11 @@ class _Run:
         """Whether there is nothing to compute. torch's kernel divides by the lengths: it would kill the process."""
         return self.query_length == 0 or self.key_length == 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every query of the run has a result."""
+        return not self.is_empty and not self.skip
+
     def queries(self, rows: Tensor) -> Tensor:
         """`[Tq, H, D]` to the kernel's view `[count, H, query_length - skip, D]`."""
         return _view(rows, self.count, self.query_start, self.query_length, self.skip)
@@ -45,12 +50,6 @@ class _Run:
     def keys(self, rows: Tensor) -> Tensor:
         """`[Tk, H, D]` to the kernel's view `[count, H, key_length, D]`."""
         return _view(rows, self.count, self.key_start, self.key_length, 0)
-
-    def query_rows(self, part: Tensor) -> Tensor:
-        """The kernel's `[count, H, query_length - skip, D]` back to rows, 0 for the queries that see no key."""
-        if self.skip:
-            part = torch.nn.functional.pad(part, (0, 0, self.skip, 0))
-        return _rows(part)
 
     def options(self, causal: bool, scale: float, dtype: torch.dtype) -> dict[str, Any]:
         """The kernel's keyword arguments. Its own causal mask is top-left; ours is bottom-right."""
@@ -68,14 +67,6 @@ def _view(rows: Tensor, count: int, start: int, length: int, skip: int) -> Tenso
     return rows.as_strided(size, (length * token, head, token, value), rows.storage_offset() + (start + skip) * token)
 
 
-def _rows(part: Tensor) -> Tensor:
-    return part.transpose(1, 2).flatten(0, 1)
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 @lru_cache(maxsize=256)
 def _plan(cu_q: tuple[int, ...], cu_k: tuple[int, ...], causal: bool) -> tuple[_Run, ...]:
     runs = []
@@ -90,25 +81,40 @@ def _plan(cu_q: tuple[int, ...], cu_k: tuple[int, ...], causal: bool) -> tuple[_
     return tuple(runs)
 
 
-def _lse_dtype(query: Tensor) -> torch.dtype:
-    return torch.promote_types(query.dtype, torch.float32)
+def _rows(part: Tensor) -> Tensor:
+    """The kernel's `[count, H, length, D]` back to rows, most often without a copy."""
+    return part.transpose(1, 2).flatten(0, 1)
+
+
+def _target(like: Tensor, runs: tuple[_Run, ...], width: int, dtype: torch.dtype) -> Tensor:
+    """Rows to write the runs' results into, one after the other; zeros where a run leaves some of them as they are."""
+    make = like.new_zeros if any(run.is_empty or run.skip for run in runs) else like.new_empty
+    return make(*like.shape[:2], width, dtype=dtype)
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output `[Tq, Hq, D]` and log-sum-exp `[Tq, Hq, 1]`; both are 0 where a query has no key."""
-    outs, sums = [], []
-    for run in _plan(tuple(cu_q.tolist()), tuple(cu_k.tolist()), causal):
-        if run.is_empty:
-            outs.append(query.new_zeros(run.count * run.query_length, *query.shape[1:]))
-            sums.append(query.new_zeros(outs[-1].shape[0], query.shape[1], 1, dtype=_lse_dtype(query)))
-            continue
+    runs = _plan(tuple(cu_q.tolist()), tuple(cu_k.tolist()), causal)
+
+    def attend(run: _Run) -> tuple[Tensor, Tensor]:
         options = run.options(causal, scale, query.dtype)
         out, lse = _flash(run.queries(query), run.keys(key), run.keys(value), **options)
-        outs.append(run.query_rows(out))
-        sums.append(run.query_rows(lse.unsqueeze(3)))
-    return _join(outs), _join(sums)
+        return out, lse.unsqueeze(3)
+
+    if len(runs) == 1 and runs[0].is_whole:
+        out, lse = attend(runs[0])
+        return _rows(out), _rows(lse)
+    outs, sums = (_target(query, runs, width, dtype) for width, dtype in (
+        (query.shape[2], query.dtype), (1, torch.promote_types(query.dtype, torch.float32)),
+    ))  # fmt: skip
+    for run in runs:
+        if not run.is_empty:
+            out, lse = attend(run)
+            run.queries(outs).copy_(out)
+            run.queries(sums).copy_(lse)
+    return outs, sums
 
 
 def _backward(
@@ -124,21 +130,25 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    grads: tuple[list[Tensor], ...] = ([], [], [])
+    runs = _plan(tuple(cu_q.tolist()), tuple(cu_k.tolist()), causal)
     grad = grad.contiguous()
-    for run in _plan(tuple(cu_q.tolist()), tuple(cu_k.tolist()), causal):
-        if run.is_empty:
-            grads[0].append(query.new_zeros(run.count * run.query_length, *query.shape[1:]))
-            for part in grads[1:]:
-                part.append(key.new_zeros(run.count * run.key_length, *key.shape[1:]))
-            continue
+
+    def differentiate(run: _Run) -> list[Tensor]:
         inputs = run.queries(query), run.keys(key), run.keys(value), run.queries(out), run.queries(lse).squeeze(3)
         options = run.options(causal, scale, query.dtype)
-        parts = _flash_backward(run.queries(grad), *inputs, dropout_p=0.0, **options)
-        grads[0].append(run.query_rows(parts[0]))
-        grads[1].append(_rows(parts[1]))
-        grads[2].append(_rows(parts[2]))
-    return _join(grads[0]), _join(grads[1]), _join(grads[2])
+        return list(_flash_backward(run.queries(grad), *inputs, dropout_p=0.0, **options))
+
+    if len(runs) == 1 and runs[0].is_whole:
+        dquery, dkey, dvalue = map(_rows, differentiate(runs[0]))
+        return dquery, dkey, dvalue
+    dquery, dkey, dvalue = (_target(like, runs, like.shape[2], like.dtype) for like in (query, key, value))
+    for run in runs:
+        if not run.is_empty:
+            parts = differentiate(run)
+            run.queries(dquery).copy_(parts[0])
+            run.keys(dkey).copy_(parts[1])
+            run.keys(dvalue).copy_(parts[2])
+    return dquery, dkey, dvalue
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -166,7 +176,8 @@ _backward_op = torch.library.custom_op("lightning_embodied::varlen_attention_bac
 
 @_forward_op.register_fake
 def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(*query.shape[:2], 1, dtype=_lse_dtype(query))
+    lse_dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(*query.shape[:2], 1, dtype=lse_dtype)
 
 
 @_backward_op.register_fake

@@ -48,6 +48,15 @@ def planners(lengths: list[int], title: str) -> None:
     table(title, rows)
 
 
+def padded_batches(lengths: list[int]) -> None:
+    rows: list[dict[str, object]] = []
+    for size in (8, 32):
+        batches = [lengths[i : i + size] for i in range(0, len(lengths), size)]
+        wasted = 1 - sum(lengths) / sum(max(batch) * len(batch) for batch in batches)
+        rows.append({"batch": size, "padding": f"{wasted:.1%}"})
+    table("the same samples in batches padded to their longest", rows)
+
+
 def ranks(lengths: list[int], number: int = 8, quadratic: float = 1e-3) -> None:
     packs = plan_packs(lengths, 4096)
     rows: list[dict[str, object]] = []
@@ -183,6 +192,7 @@ def train_steps(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     planners(mixture(20_000), "packs of 20,000 samples of a robot mixture")
+    padded_batches(mixture(20_000))
     planners([512] * 4000, "all samples equal: no gain")
     ranks(mixture(20_000))
     train_steps(Bench(seconds=12.0))

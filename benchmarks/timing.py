@@ -57,7 +57,7 @@ class Bench:
 
     def assert_same(self, ours: Tensor, theirs: Tensor) -> None:
         """Both ways compute the same, up to rounding."""
-        limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(self.dtype, 3e-2)
+        limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(self.dtype, 5e-2)
         error = float((ours - theirs).norm() / theirs.norm())
         assert error <= limit, f"relative difference {error:.1e}, at most {limit:.0e} expected"
 

@@ -1,0 +1,58 @@
+"""The GPU check's own logic, on the CPU and small: only what calls the GPU itself is left untried."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
+
+
+@pytest.fixture
+def gpu_check(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_check
+
+    yield gpu_check
+    for name in ("gpu_check", "attention", "packing", "timing", "robot_mixture"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_runs_whole_and_finds_the_backends_right(gpu_check, dtype, capsys):
+    assert gpu_check.run("cpu", dtype, gpu_check.SMALL, scale=1) == []
+    out = capsys.readouterr().out
+    for title in ("fp64", "varlen_attention (cpu-flash", "pi0.5's blocks", "R suffixes", "given padding", "mixture"):
+        assert title in out
+    assert "0 failures" in out
+
+
+def test_it_finds_a_backend_that_is_wrong(gpu_check, monkeypatch):
+    backends = gpu_check.attention_backends()
+    (right,) = (backend for backend in backends if backend.name == "padded-sdpa")
+
+    def leaking(query, key, *rest):
+        return right.kernel(query, key, *rest) + 1e-3 * key.mean()
+
+    wrong = [type(right)(**{**vars(b), "kernel": leaking}) if b is right else b for b in backends]
+    monkeypatch.setattr("lightning_embodied.attention.backends._backends", tuple(wrong))
+    failed = gpu_check.check_backends("cpu", (torch.float32,), 1, stop=time.monotonic() + 100)
+    assert failed
+    assert all(line.startswith("padded-sdpa") for line in failed)
+
+
+def test_time_that_is_up_is_a_failure(gpu_check):
+    timings = gpu_check.time_all(gpu_check.Bench(seconds=0.0), gpu_check.SMALL, stop=0.0)
+    checks = gpu_check.check_backends("cpu", (torch.float32,), 1, stop=0.0)
+    for failed in (timings, checks):
+        assert failed
+        assert all("time is up" in line for line in failed)
+
+
+def test_without_a_gpu_it_says_so_and_succeeds(gpu_check, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main() == 0
+    assert capsys.readouterr().out == "skipped: this check needs a CUDA device\n"

@@ -3,6 +3,7 @@
 from lightning_embodied.models.checkpoint import find_checkpoint, load_policy
 from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
 from lightning_embodied.models.flow_policy import FlowMatchingPolicy
+from lightning_embodied.models.groot import GrootN15Policy
 from lightning_embodied.models.lerobot_policy import LeRobotPolicyModule
 from lightning_embodied.models.lora import LoRA
 from lightning_embodied.models.loss import LossTerms
@@ -13,6 +14,7 @@ from lightning_embodied.models.spec import PolicySpec
 
 __all__ = [
     "FlowMatchingPolicy",
+    "GrootN15Policy",
     "LeRobotPolicyModule",
     "LoRA",
     "LossTerms",

@@ -6,8 +6,8 @@ Tensors are read one by one and become the parameters, so that a policy of 13 GB
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,19 @@ class CheckpointDirectory:
         self.path = local_path(path, patterns, revision=revision, error=CheckpointError)
         self.config = _read_json(self.path / CONFIG)
 
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the policy's class that the checkpoint decides."""
+        return {}
+
+    def stored(self) -> list[str]:
+        """Names of the tensors, from the heads of the files alone.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        with self._opened() as files:
+            return list(files)
+
     def places(self, stored: Iterable[str]) -> dict[str, str]:
         """Which stored tensor is which parameter; a subclass renames, or leaves out what its network lacks.
 
@@ -61,14 +74,23 @@ class CheckpointDirectory:
         state = network.state_dict(keep_vars=True)
         tied = {name: names[id(value)] for name, value in state.items() if names.setdefault(id(value), name) != name}
         wanted = {name: list(value.shape) for name, value in state.items() if name not in tied}
+        with self._opened() as files:
+            places = {name: place for name, place in self.places(files).items() if name not in tied}
+            shapes = {name: list(files[place].get_slice(place).get_shape()) for name, place in places.items()}
+            self._check(wanted, shapes)
+            tensors = {name: files[place].get_tensor(place).float() for name, place in places.items()}
+        network.load_state_dict(tensors, assign=True, strict=False)
+        for name, original in tied.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(parent), leaf, network.get_parameter(original))
+
+    @contextmanager
+    def _opened(self) -> Iterator[dict[str, Any]]:
+        """Name of a stored tensor to its open file."""
         try:
             with ExitStack() as stack:
-                opened = [stack.enter_context(safe_open(file, framework="pt")) for file in self._files()]
-                files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-                places = {name: place for name, place in self.places(files).items() if name not in tied}
-                shapes = {name: list(files[place].get_slice(place).get_shape()) for name, place in places.items()}
-                self._check(wanted, shapes)
-                tensors = {name: files[place].get_tensor(place).float() for name, place in places.items()}
+                files = [stack.enter_context(safe_open(file, framework="pt")) for file in self._files()]
+                yield {name: file for file in files for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 "the weights cannot be read",
@@ -76,10 +98,6 @@ class CheckpointDirectory:
                 found=f"{type(error).__name__}: {error}",
                 mend="download the checkpoint again; a file may be missing or cut short",
             ) from error
-        network.load_state_dict(tensors, assign=True, strict=False)
-        for name, original in tied.items():
-            parent, _, leaf = name.rpartition(".")
-            setattr(network.get_submodule(parent), leaf, network.get_parameter(original))
 
     def _files(self) -> list[Path]:
         if (self.path / WEIGHTS).is_file():

@@ -38,8 +38,9 @@ class SampleEncoder:
         state_keys: Keys concatenated into the state, in this order; empty for a policy without state.
         action_key: Key of the action chunk.
         max_instruction_tokens: Longest instruction or prompt allowed, in tokens; a longer one is an error, never cut.
-        prompt: `instruction` is the bare instruction and a state token behind it. `pi0` and `pi05` are the prompts of
-            those policies, without a state token: pi0 takes the state elsewhere, pi0.5 reads it in the prompt.
+        prompt: `instruction` is the bare instruction and a state token behind it. `pi0`, `pi05` and `eagle` are the
+            prompts of pi0, pi0.5 and GR00T N1.5, without a state token: pi0.5 reads the state in the prompt, the
+            others take it elsewhere.
         resize: `antialiased`, or `bilinear` as LeRobot feeds pi0 and pi0.5 (see `resize_with_pad`).
         camera_order: Keys of pictures whose tokens come first, in this order; the others follow sorted by name.
 
@@ -191,13 +192,17 @@ class SampleEncoder:
         """
         text = self._text.count(task)
         self._check_length(text, task, where or {})
-        return num_images * self.tokens_per_image + text + self.has_state_token
+        around = sum(map(len, self._text.around_pictures(num_images)))
+        return num_images * self.tokens_per_image + around + text + self.has_state_token
 
     def _encode(self, sample: Sample, actions: Tensor, action_is_pad: Tensor) -> EncodedSample:
         cameras = sorted(cameras_of(sample), key=self._camera_place)
         states = [floats_of(sample, key, 1) for key in self.state_keys]
         state = torch.cat(states) if states else torch.zeros(0)
-        ids = [self.image_token_id] * (len(cameras) * self.tokens_per_image)
+        first, *gaps = self._text.around_pictures(len(cameras))
+        ids = [*first]
+        for gap in gaps:
+            ids += [self.image_token_id] * self.tokens_per_image + gap
         ids += self._instruction(sample, state)
         if self.has_state_token:
             ids.append(self.state_token_id)

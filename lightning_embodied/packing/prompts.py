@@ -1,7 +1,8 @@
-"""How an instruction is written for a policy: as it stands, or as pi0 and pi0.5 were trained to read it.
+"""How an instruction is written for a policy: as it stands, or as pi0, pi0.5 and GR00T were trained to read it.
 
 pi0 ends it with a line break; pi0.5 writes the state behind it, each dimension as one of 256 bins (arXiv:2504.16054,
-openpi's `tokenizer.py`). Both are `<bos>` and text, with `_` and line breaks as spaces.
+openpi's `tokenizer.py`). Both are `<bos>` and text, with `_` and line breaks as spaces. Eagle, which GR00T N1.5 sees
+through, reads a chat in which the user shows numbered pictures and says the instruction.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-PromptStyle = Literal["instruction", "pi0", "pi05"]
+PromptStyle = Literal["instruction", "pi0", "pi05", "eagle"]
 
 BINS = 256
 EPSILON = 1e-8
 """LeRobot's divisor for a dimension that does not vary."""
+
+EAGLE_OPENING = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+EAGLE_PICTURE = ("<image {number}><img>", "</img>")
+"""What stands before and after the tokens of each picture."""
+
+
+def eagle_prompt(task: str) -> str:
+    """An instruction for Eagle, behind the pictures."""
+    return f"{task}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def pi0_prompt(task: str) -> str:

@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lightning_embodied.errors import ConfigError
-from lightning_embodied.packing.prompts import BINS, PromptStyle, pi0_prompt, pi05_prompt, state_bins
+from lightning_embodied.packing.prompts import (
+    BINS,
+    EAGLE_OPENING,
+    EAGLE_PICTURE,
+    PromptStyle,
+    eagle_prompt,
+    pi0_prompt,
+    pi05_prompt,
+    state_bins,
+)
 
 StateRange = tuple[Sequence[float], Sequence[float]]
 """The 1 % and the 99 % quantiles of the state."""
@@ -31,6 +40,7 @@ class PromptTokenizer:
         self.json, self.style, self.state_range = tokenizer_json, style, state_range
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
         self._remembered: dict[str, list[int]] = {}
+        self._around: dict[int, list[list[int]]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -62,10 +72,24 @@ class PromptTokenizer:
             return self._ids(pi05_prompt(task, state_bins(state, low, high)))
         ids = self._remembered.get(task)
         if ids is None:
-            ids = self._ids(pi0_prompt(task)) if self.style == "pi0" else self._ids(task)
+            write = {"pi0": pi0_prompt, "eagle": eagle_prompt}.get(self.style, str)
+            ids = self._ids(write(task))
             if len(self._remembered) < _REMEMBERED:
                 self._remembered[task] = ids
         return ids
+
+    def around_pictures(self, count: int) -> list[list[int]]:
+        """Token ids before the first of `count` pictures, between two, and behind the last: `count + 1` lists."""
+        if self.style != "eagle":
+            return [[] for _ in range(count + 1)]
+        if count not in self._around:
+            gaps = [EAGLE_OPENING, *[""] * count]
+            for index in range(count):
+                before, after = (text.format(number=index + 1) for text in EAGLE_PICTURE)
+                gaps[index] += before
+                gaps[index + 1] += after
+            self._around[count] = [self._ids(gap) for gap in gaps]
+        return self._around[count]
 
     def count(self, task: str) -> int:
         """Number of tokens; for pi0.5, the most that a prompt can have whatever the state."""
@@ -82,5 +106,5 @@ class PromptTokenizer:
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        start = self.tokenizer.token_to_id("<bos>") if self.style != "instruction" else None
+        start = self.tokenizer.token_to_id("<bos>") if self.style in ("pi0", "pi05") else None
         return ids if start is None else [start, *ids]

@@ -76,6 +76,49 @@ def test_counting_from_metadata_is_never_too_low():
     assert encoder.count_tokens(1, "open it") <= most + 5
 
 
+def chat_tokenizer(folder) -> str:
+    """A byte-level BPE that splits text as Qwen's does, with Eagle's special tokens."""
+    from tokenizers import Regex, models, pre_tokenizers
+
+    split = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("i", "m"), ("Ċ", "<")]  # a merge across "user\n" and "<image" must not happen
+    vocabulary = {token: number for number, token in enumerate([*alphabet, "im", "Ċ<"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    specials = ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("cameras", [(), ("front",), ("front", "top", "wrist")])
+def test_eagles_chat_is_the_whole_text_tokenised_at_once(cameras, tmp_path):
+    path = chat_tokenizer(tmp_path)
+    encoder = SampleEncoder(tokenizer=path, prompt="eagle")
+    sample = make_sample(cameras, "Pick up the 2 blocks.")
+    pictures = "".join(
+        f"<image {number + 1}><img>{'<IMG_CONTEXT>' * encoder.tokens_per_image}</img>" for number in range(len(cameras))
+    )
+    text = (
+        f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{pictures}"
+        "Pick up the 2 blocks.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    tokenizer = Tokenizer.from_file(path)
+    expected = torch.tensor(tokenizer.encode(text).ids)
+    expected[expected == tokenizer.token_to_id("<IMG_CONTEXT>")] = encoder.image_token_id
+    encoded = encoder.encode(sample)
+    assert torch.equal(encoded.input_ids, expected)
+    assert encoder.length(sample) == len(expected)
+    again = SampleEncoder.from_config(encoder.to_config())
+    assert torch.equal(again.encode(sample).input_ids, expected)
+
+
 def test_the_state_range_travels_and_statistics_change_nothing_else():
     encoder = pi05()
     again = SampleEncoder.from_config(json.loads(json.dumps(encoder.to_config())))

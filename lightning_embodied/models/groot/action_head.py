@@ -144,8 +144,8 @@ class ActionHead(nn.Module):
 
     def sample_time(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Draws flow times from torch's random state, float32; the noisy end, near 0, is favoured."""
-        alpha, beta = (torch.tensor(value, device=device) for value in (self.sizes.noise_beta_alpha,
-                                                                        self.sizes.noise_beta_beta))  # fmt: skip
+        numbers = (self.sizes.noise_beta_alpha, self.sizes.noise_beta_beta)
+        alpha, beta = torch.tensor(numbers, device=device, dtype=torch.float32)
         draw = torch.distributions.Beta(alpha, beta).sample(shape)
         return (self.sizes.noise_s - draw) / self.sizes.noise_s
 

@@ -27,7 +27,8 @@ class EmbodimentLinear(nn.Module):
 
     def __init__(self, embodiments: int, width_in: int, width_out: int) -> None:
         super().__init__()
-        self.W = nn.Parameter(0.02 * torch.randn(embodiments, width_in, width_out))
+        # NVIDIA's 0.02 is this at full width; a narrow network would pass hardly anything on
+        self.W = nn.Parameter(torch.randn(embodiments, width_in, width_out) * width_in**-0.5)
         self.b = nn.Parameter(torch.zeros(embodiments, width_out))
 
     def forward(self, x: Tensor, embodiment: Embodiment) -> Tensor:

@@ -57,6 +57,14 @@ class Rows:
     max_seqlen: int
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMS norm computed in float32, whatever the precision of tokens and weight, and returned in the tokens'."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., width]` to the same."""
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+
+
 class Qwen3(nn.Module):
     """Token embeddings to features; the language head is the token embedding and is read by nobody here.
 
@@ -92,7 +100,7 @@ class _Model(nn.Module):
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
         self.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.num_hidden_layers))
-        self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
+        self.norm = RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
 
     def forward(self, tokens: Tensor, rows: Rows) -> Tensor:
         rotation = _rotation(rows.position_ids, self.sizes.head_dim, self.sizes.rope_theta)
@@ -105,9 +113,9 @@ class _Model(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, sizes: Qwen3Sizes) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
+        self.input_layernorm = RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.self_attn = _Attention(sizes)
-        self.post_attention_layernorm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.mlp = _MLP(sizes)
 
     def forward(self, tokens: Tensor, rotation: tuple[Tensor, Tensor], rows: Rows) -> Tensor:
@@ -125,16 +133,15 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(sizes.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(sizes.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, sizes.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.rms_norm_eps)
+        self.q_norm = RMSNorm(sizes.head_dim, eps=sizes.rms_norm_eps)
+        self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.rms_norm_eps)
 
     def forward(self, tokens: Tensor, rotation: tuple[Tensor, Tensor], rows: Rows) -> Tensor:
         query, key, value = (
             projection(tokens).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query = _rotate(self.q_norm(query), rotation).to(value.dtype)  # norms of half precisions end in float32
-        key = _rotate(self.k_norm(key), rotation).to(value.dtype)
+        query, key = _rotate(self.q_norm(query), rotation), _rotate(self.k_norm(key), rotation)
         cu, longest = rows.cu_seqlens, rows.max_seqlen
         attended = varlen_attention(query, key, value, cu, cu, longest, longest, causal=True)
         out: Tensor = self.o_proj(attended.flatten(1))
@@ -164,4 +171,4 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary positions on the pairs (i, i + head_dim / 2), as Qwen and LLaMA pair them."""
     cos, sin = rotation
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,109 @@
+"""Sizes of GR00T N1.5: the published ones, tiny ones for a laptop, and any change of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lightning_embodied.errors import ConfigError
+from lightning_embodied.models.groot.action_head import ActionHeadSizes
+from lightning_embodied.models.groot.qwen3 import Qwen3Sizes
+from lightning_embodied.models.groot.transformer import TransformerSizes
+from lightning_embodied.models.siglip import SiglipConfig
+from lightning_embodied.models.sizes import changed_sizes
+
+Preset = Literal["base", "tiny"]
+
+_VISION, _LANGUAGE, _HEAD = SiglipConfig(), Qwen3Sizes(), ActionHeadSizes()
+
+
+@dataclass(frozen=True)
+class GrootSizes:
+    """All sizes of a GR00T N1.5.
+
+    Attributes:
+        vision: The picture tower.
+        language: The language model.
+        head: The action head.
+    """
+
+    vision: SiglipConfig = _VISION
+    language: Qwen3Sizes = _LANGUAGE
+    head: ActionHeadSizes = _HEAD
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that cannot work together."""
+        width = self.head.vl_self_attention.width
+        if width != self.language.hidden_size:
+            raise ConfigError(
+                "the action head reads features of another width than the language model makes",
+                where="sizes: head.vl_self_attention (heads times head width), language.hidden_size",
+                found=f"{width} and {self.language.hidden_size}",
+                expected="equal values",
+            )
+        vision, language = self.vision, self.language
+        rules = (
+            ("vision.image_size", vision.image_size, "vision.patch_size", vision.patch_size),
+            ("vision.hidden_size", vision.hidden_size, "vision.num_attention_heads", vision.num_attention_heads),
+            ("language.num_attention_heads", language.num_attention_heads, "language.num_key_value_heads",
+             language.num_key_value_heads),
+            ("language.head_dim", language.head_dim, "2", 2),
+            ("head.diffusion_model (heads times head width)", self.head.diffusion_model.width, "2", 2),
+        )  # fmt: skip
+        for name, value, divisor, number in rules:
+            if value % number:
+                raise ConfigError(
+                    "a size does not divide", where=f"sizes: {name}", found=value, expected=f"a multiple of {divisor}"
+                )
+
+    @classmethod
+    def of(cls, preset: Preset, changes: Mapping[str, Any] | None = None) -> GrootSizes:
+        """A preset with some values changed.
+
+        Args:
+            preset: `base` are the published sizes, `tiny` trains on a CPU.
+            changes: `vision`, `language` and `head` to mappings of names to values.
+
+        Raises:
+            ConfigError: A name is unknown, a value is no size, or the sizes do not fit each other.
+        """
+        if preset not in PRESETS:
+            raise ConfigError("no such preset", where="preset", found=preset, expected=", ".join(PRESETS))
+        return changed_sizes(PRESETS[preset], changes or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `GrootSizes.of` takes them as changes."""
+        return asdict(self)
+
+
+PRESETS: dict[str, GrootSizes] = {
+    "base": GrootSizes(),
+    "tiny": GrootSizes(
+        vision=SiglipConfig(
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=64,
+            patch_size=16,
+            vision_use_head=False,
+        ),
+        language=Qwen3Sizes(
+            vocab_size=1024,
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+        ),
+        head=ActionHeadSizes(
+            hidden_size=64,
+            num_target_vision_tokens=4,
+            max_seq_len=64,
+            diffusion_model=TransformerSizes(num_layers=4, num_attention_heads=4, attention_head_dim=16, dropout=0.1),
+            vl_self_attention=TransformerSizes(num_layers=1, num_attention_heads=4, attention_head_dim=24, dropout=0.1),
+        ),
+    ),
+}

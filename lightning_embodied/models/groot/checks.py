@@ -11,26 +11,32 @@ from lightning_embodied.models.spec import PolicySpec
 if TYPE_CHECKING:
     from lightning_embodied.models.groot.policy import GrootN15Policy
 
+_PARTS = ("vision", "language", "head")
 _PROMPTS = ("eagle", "pi0")
 """Those without a state token: the head reads the state. `pi0` is the bare instruction, for training from scratch."""
 
 
-def check_embodiments(policy: GrootN15Policy) -> None:
-    """Checks that the head has the robots asked for.
+def check_options(policy: GrootN15Policy) -> None:
+    """Checks the arguments of the class.
 
     Raises:
-        ConfigError: A number is out of range, or there is none.
+        ConfigError: A number is below 1, there is no such part, or the head has no such robot.
     """
+    for option in ("noise_samples_per_observation", "denoising_steps"):
+        if getattr(policy, option) < 1:
+            raise _wrong(option, "too small", getattr(policy, option), ">= 1")
+    for part in policy.activation_checkpointing:
+        if part not in _PARTS:
+            raise _wrong("activation_checkpointing", "there is no such part", part, f"a list of {', '.join(_PARTS)}")
     given, limit = policy.embodiment_id, policy.network_sizes.head.max_num_embodiments
     numbers = given if isinstance(given, Sequence) else [given]
     if not numbers or any(not 0 <= number < limit for number in numbers):
-        raise ConfigError(
-            "the action head knows no such robot",
-            where="GrootN15Policy(embodiment_id=…)",
-            found=given,
-            expected=f"numbers from 0 to {limit - 1}",
-            mend="choose one, or raise `sizes: {head: {max_num_embodiments: …}}`",
-        )
+        expected = f"numbers from 0 to {limit - 1} (sizes: head.max_num_embodiments)"
+        raise _wrong("embodiment_id", "the action head knows no such robot", given, expected)
+
+
+def _wrong(option: str, problem: str, found: object, expected: str) -> ConfigError:
+    return ConfigError(problem, where=f"GrootN15Policy({option}=…)", found=found, expected=expected)
 
 
 def check_encoder(policy: GrootN15Policy, spec: PolicySpec) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.augmentation import picture_positions
 from lightning_embodied.models.directory import CheckpointDirectory, write_directory
 from lightning_embodied.models.groot.action_head import ActionHead, Observed, interpolate
 from lightning_embodied.models.groot.backbone import EagleBackbone
-from lightning_embodied.models.groot.checks import check_embodiments, check_encoder
+from lightning_embodied.models.groot.checks import check_encoder, check_options
 from lightning_embodied.models.groot.directory import GrootDirectory, config_of
 from lightning_embodied.models.groot.embodiment import Embodiment
 from lightning_embodied.models.groot.qwen3 import Rows
@@ -32,6 +31,8 @@ from lightning_embodied.models.normalizer import Normalization
 from lightning_embodied.models.pretrained import PretrainedPolicy
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.packing import PackedBatch
+
+Part = Literal["vision", "language", "head"]
 
 
 class GrootNetwork(nn.Module):
@@ -53,7 +54,7 @@ class GrootN15Policy(PretrainedPolicy):
     Give the encoder `prompt: eagle`.
 
     Args:
-        preset: Sizes of the network: `base` are the published ones (2.7 billion parameters), `tiny` trains on a CPU.
+        preset: Sizes of the network: `base` are the published ones (2.4 billion parameters), `tiny` trains on a CPU.
         sizes: Values to change in the preset: mappings for `vision` (`SiglipConfig`), `language` (`Qwen3Sizes`) and
             `head` (`ActionHeadSizes`).
         pretrained: Directory or hub id of a GR00T N1.5 checkpoint to start from. The checkpoints that training writes
@@ -64,6 +65,7 @@ class GrootN15Policy(PretrainedPolicy):
         tune_visual: Whether the vision tower and the layer behind it train.
         tune_projector: Whether the state and action encoders, the action decoder and the action positions train.
         tune_diffusion_model: Whether the DiT trains.
+        activation_checkpointing: Parts whose activations are computed again in the backward pass instead of kept.
         noise_samples_per_observation: Noise and time draws per observation and step; they share the backbone, so each
             further draw costs only the DiT.
         denoising_steps: Euler steps from noise to actions at inference.
@@ -90,6 +92,7 @@ class GrootN15Policy(PretrainedPolicy):
         tune_visual: bool = True,
         tune_projector: bool = True,
         tune_diffusion_model: bool = True,
+        activation_checkpointing: Sequence[Part] = (),
         noise_samples_per_observation: int = 1,
         denoising_steps: int = 4,
         learning_rate: float = 1e-4,
@@ -108,13 +111,10 @@ class GrootN15Policy(PretrainedPolicy):
         self.embodiment_id = embodiment_id
         self.tune_llm, self.tune_visual = tune_llm, tune_visual
         self.tune_projector, self.tune_diffusion_model = tune_projector, tune_diffusion_model
+        self.activation_checkpointing = tuple(activation_checkpointing)
         self.noise_samples_per_observation = noise_samples_per_observation
         self.denoising_steps = denoising_steps
-        for option in ("noise_samples_per_observation", "denoising_steps"):
-            if getattr(self, option) < 1:
-                found = getattr(self, option)
-                raise ConfigError("too small", where=f"GrootN15Policy({option}=…)", found=found, expected=">= 1")
-        check_embodiments(self)
+        check_options(self)
 
     @classmethod
     def open_directory(cls, path: str | PathLike[str], revision: str | None = None) -> GrootDirectory:
@@ -138,6 +138,9 @@ class GrootN15Policy(PretrainedPolicy):
                 model = GrootNetwork(self.network_sizes)
             directory.load_into(model)
         eagle, head = model.backbone.eagle_model, model.action_head
+        eagle.vision_model.recompute_activations("vision" in self.activation_checkpointing)
+        eagle.language_model.recompute_activations("language" in self.activation_checkpointing)
+        head.model.recompute = "head" in self.activation_checkpointing
         parts = (
             (self.tune_llm, (eagle.language_model,)),
             (self.tune_visual, (eagle.vision_model, eagle.mlp1)),

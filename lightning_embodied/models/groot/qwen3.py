@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from lightning_embodied.attention import varlen_attention
 
@@ -82,6 +83,10 @@ class Qwen3(nn.Module):
         """Makes the language head the token embedding again, after tensors were assigned."""
         self.lm_head.weight = self.model.embed_tokens.weight
 
+    def recompute_activations(self, recompute: bool) -> None:
+        """Keeps no activations of the layers but computes them again in the backward pass (or not)."""
+        self.model.recompute = recompute
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embeddings `[T, hidden_size]` of tokens `[T]`."""
         embeddings: Tensor = self.model.embed_tokens(input_ids)
@@ -96,7 +101,7 @@ class Qwen3(nn.Module):
 class _Model(nn.Module):
     def __init__(self, sizes: Qwen3Sizes) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.recompute = sizes, False
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
         self.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.num_hidden_layers))
@@ -104,8 +109,10 @@ class _Model(nn.Module):
 
     def forward(self, tokens: Tensor, rows: Rows) -> Tensor:
         rotation = _rotation(rows.position_ids, self.sizes.head_dim, self.sizes.rope_theta)
+        recompute = self.recompute and torch.is_grad_enabled()
         for layer in self.layers:
-            tokens = layer(tokens, rotation, rows)
+            arguments = (tokens, rotation, rows)
+            tokens = checkpoint(layer, *arguments, use_reentrant=False) if recompute else layer(*arguments)
         features: Tensor = self.norm(tokens)
         return features
 

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from lightning_embodied.attention import varlen_attention
 from lightning_embodied.models.groot.embodiment import sinusoids
@@ -153,10 +154,8 @@ class Block(nn.Module):
         self.ff = _FeedForward(sizes)
         self.final_dropout = nn.Dropout(sizes.dropout)
 
-    def forward(
-        self, tokens: Tensor, segments: Segments, *condition: Tensor, context: KeyValue | None = None
-    ) -> Tensor:
-        """`[..., width]` to the same; `condition` belongs to the adaptive norm."""
+    def forward(self, tokens: Tensor, segments: Segments, context: KeyValue | None, *condition: Tensor) -> Tensor:
+        """`[..., width]` to the same; `context` as in `Attention`, `condition` belongs to the adaptive norm."""
         attended = self.attn1(self.norm1(tokens, *condition), segments, context)
         tokens = tokens + self.final_dropout(attended)
         result: Tensor = tokens + self.ff(self.norm3(tokens))
@@ -177,7 +176,7 @@ class SelfAttention(nn.Module):
     def forward(self, tokens: Tensor, segments: Segments) -> Tensor:
         """`[T, width]` to the same."""
         for block in self.transformer_blocks:
-            tokens = block(tokens, segments)
+            tokens = block(tokens, segments, None)
         return tokens
 
 
@@ -188,11 +187,15 @@ class DiT(nn.Module):
         sizes: Of the transformer.
         context_width: Width of the backbone's features.
         output_dim: Width of the result.
+
+    Attributes:
+        recompute: Keep no activations of the layers, compute them again in the backward pass.
     """
 
     def __init__(self, sizes: TransformerSizes, context_width: int, output_dim: int) -> None:
         super().__init__()
         width = sizes.width
+        self.recompute = False
         self.timestep_encoder = _TimestepEncoder(width)
         self.transformer_blocks = nn.ModuleList(
             Block(sizes, None if index % 2 else context_width, adaptive=True) for index in range(sizes.num_layers)
@@ -218,11 +221,12 @@ class DiT(nn.Module):
         """
         condition = self.timestep_encoder(timestep)
         own = Segments.equal(tokens.shape[0], tokens.shape[1], tokens.device)
+        recompute = self.recompute and torch.is_grad_enabled()
         for index, block in enumerate(self.transformer_blocks):
-            if index % 2:
-                tokens = block(tokens, own, condition)
-            else:
-                tokens = block(tokens, reading, condition, context=contexts[index // 2])
+            arguments = (
+                (tokens, own, None, condition) if index % 2 else (tokens, reading, contexts[index // 2], condition)
+            )
+            tokens = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         shift, scale = self.proj_out_1(F.silu(condition))[:, None].chunk(2, dim=-1)
         result: Tensor = self.proj_out_2(modulate(tokens, scale, shift, epsilon=1e-6))
         return result

@@ -150,6 +150,14 @@ def test_each_dataset_of_a_mixture_is_its_own_robot():
         assert not torch.allclose(mixed[1 - dataset :: 2], alone[1 - dataset :: 2], atol=1e-3)
 
 
+def test_recomputing_activations_changes_no_gradient():
+    batch, (noise, time) = make_collator()(make_samples(5)), draws(5)
+    plain = make_policy(tune_llm=True)
+    recomputing = make_policy(tune_llm=True, activation_checkpointing=["vision", "language", "head"])
+    expected = gradients(plain, plain(batch, noise, time).total)
+    assert_same_gradients(gradients(recomputing, recomputing(batch, noise, time).total), expected)
+
+
 def test_only_dimensions_of_the_data_count():
     policy, batch = make_policy(), make_collator()(make_samples(4))
     terms = policy(batch)
@@ -207,6 +215,7 @@ def test_a_checkpoint_acts_the_same(tmp_path):
         ({"embodiment_id": 3}, "embodiment_id"),
         ({"embodiment_id": []}, "embodiment_id"),
         ({"denoising_steps": 0}, "denoising_steps"),
+        ({"activation_checkpointing": ["backbone"]}, "activation_checkpointing"),
         ({"preset": "huge"}, "preset"),
         ({"sizes": {"language": {"hidden_size": 32}}}, "hidden_size"),
         ({"sizes": {"vision": {"num_attention_heads": 5}}}, "vision.hidden_size"),

@@ -6,6 +6,7 @@ Tensors are read one by one and become the parameters, so that a policy of 13 GB
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -16,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_embodied.errors import CheckpointError
+from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.hub import local_path
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-class CheckpointDirectory:
+class CheckpointDirectory(ABC):
     """A checkpoint that is there to be read.
 
     Args:
@@ -38,9 +39,25 @@ class CheckpointDirectory:
         self.path = local_path(path, patterns, revision=revision, error=CheckpointError)
         self.config = _read_json(self.path / CONFIG)
 
+    @abstractmethod
+    def read_arguments(self) -> dict[str, Any]:
+        """Arguments of the policy's class that `self.config` decides; may raise whatever reading a mapping can."""
+
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the policy's class that the checkpoint decides."""
-        return {}
+        """Arguments of the policy's class that the checkpoint decides.
+
+        Raises:
+            CheckpointError: It is of another policy, or its configuration cannot be followed.
+        """
+        try:
+            return self.read_arguments()
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            told = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                "the configuration cannot be followed", where=self.path / CONFIG, found=told
+            ) from error
 
     def stored(self) -> list[str]:
         """Names of the tensors, from the heads of the files alone.

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from os import PathLike
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from lightning_embodied.models.directory import CheckpointDirectory
@@ -47,12 +48,16 @@ class PretrainedPolicy(PolicyModule):
         """The reader of a checkpoint directory."""
 
     @abstractmethod
-    def use_network(self, directory: CheckpointDirectory | None = None) -> None:
-        """Creates `self.model` without any data, as exporting or counting parameters wants it.
+    def make_network(self) -> nn.Module:
+        """The network with random weights."""
 
-        Args:
-            directory: Where its weights are. Default: random ones, on the device that torch makes tensors on.
-        """
+    @abstractmethod
+    def prepare_network(self) -> None:
+        """Freezes what shall not train, and the like, once `self.model` is there."""
+
+    @abstractmethod
+    def freeze_unread(self) -> None:
+        """Lets no parameter of `self.model` train that nothing reads, adapters included."""
 
     @abstractmethod
     def save_pretrained(self, path: str | PathLike[str]) -> None:
@@ -69,6 +74,26 @@ class PretrainedPolicy(PolicyModule):
         self.check_spec(spec)
         if not hasattr(self, "model"):
             self.use_network(None if self.pretrained is None else self.open_directory(self.pretrained))
+
+    def use_network(self, directory: CheckpointDirectory | None = None) -> None:
+        """Creates `self.model` without any data, as exporting or counting parameters wants it.
+
+        Args:
+            directory: Where its weights are. Default: random ones, on the device that torch makes tensors on.
+        """
+        if directory is None:
+            self.model = self.make_network()
+        else:
+            with torch.device("meta"):  # the tensors that are read become the parameters: nothing is held twice
+                self.model = self.make_network()
+            directory.load_into(self.model)
+        self.prepare_network()
+
+    def configure_model(self) -> None:
+        """See `PolicyModule`; adapters that nothing reads do not train."""
+        super().configure_model()
+        if self._built:
+            self.freeze_unread()
 
     @classmethod
     def from_pretrained(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_embodied.errors import CheckpointError, ConfigError
-from lightning_embodied.models.directory import CONFIG, CheckpointDirectory
+from lightning_embodied.errors import ConfigError
+from lightning_embodied.models.directory import CheckpointDirectory
 from lightning_embodied.models.groot.action_head import ActionHeadSizes
 from lightning_embodied.models.groot.qwen3 import Qwen3Sizes
 from lightning_embodied.models.groot.sizes import GrootSizes
@@ -37,32 +37,13 @@ _HEAD = ("hidden_size", "max_state_dim", "max_num_embodiments", "max_seq_len", "
 class GrootDirectory(CheckpointDirectory):
     """A checkpoint of GR00T N1.5 that is there to be read; see `CheckpointDirectory`."""
 
-    def sizes(self) -> GrootSizes:
-        """Sizes of the network.
-
-        Raises:
-            CheckpointError: It is of another model, or its configuration cannot be followed.
-        """
-        pooled = any(name.startswith(_POOLING_HEAD) for name in self.stored())
-        try:
-            sizes = _sizes_of(self.config)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            told = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            raise CheckpointError(
-                "the configuration cannot be followed",
-                where=self.path / CONFIG,
-                found=told,
-                expected="that of a GR00T N1.5 checkpoint",
-            ) from error
-        return replace(sizes, vision=replace(sizes.vision, vision_use_head=pooled))
-
-    def arguments(self) -> dict[str, Any]:
+    def read_arguments(self) -> dict[str, Any]:
         """Sizes and denoising steps."""
-        sizes = self.sizes()  # first, as it says what is wrong with the configuration
-        return {
-            "sizes": sizes.to_dict(),
-            "denoising_steps": int(self.config["action_head_cfg"].get("num_inference_timesteps", 4)),
-        }
+        sizes = _sizes_of(self.config)
+        pooled = any(name.startswith(_POOLING_HEAD) for name in self.stored())
+        sizes = replace(sizes, vision=replace(sizes.vision, vision_use_head=pooled))
+        steps = int(self.config["action_head_cfg"].get("num_inference_timesteps", 4))
+        return {"sizes": sizes.to_dict(), "denoising_steps": steps}
 
     def places(self, stored: Iterable[str]) -> dict[str, str]:
         """Which stored tensor is which parameter; embedding and language head are one, stored under either name."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_embodied.models.augmentation import picture_positions
-from lightning_embodied.models.directory import CheckpointDirectory, write_directory
+from lightning_embodied.models.directory import write_directory
 from lightning_embodied.models.groot.action_head import ActionHead, Observed, interpolate
 from lightning_embodied.models.groot.backbone import EagleBackbone
 from lightning_embodied.models.groot.checks import check_encoder, check_options
@@ -125,19 +125,13 @@ class GrootN15Policy(PretrainedPolicy):
         """Raises `ConfigError` if samples are encoded otherwise than the network reads them."""
         check_encoder(self, spec)
 
-    def use_network(self, directory: CheckpointDirectory | None = None) -> None:
-        """Creates the network without any data, as exporting or counting parameters wants it.
+    def make_network(self) -> GrootNetwork:
+        """The network with random weights."""
+        return GrootNetwork(self.network_sizes)
 
-        Args:
-            directory: Where its weights are. Default: random ones, on the device that torch makes tensors on.
-        """
-        if directory is None:
-            model = GrootNetwork(self.network_sizes)
-        else:
-            with torch.device("meta"):  # the tensors that are read become the parameters: nothing is held twice
-                model = GrootNetwork(self.network_sizes)
-            directory.load_into(model)
-        eagle, head = model.backbone.eagle_model, model.action_head
+    def prepare_network(self) -> None:
+        """Freezes what is not tuned."""
+        eagle, head = self.model.backbone.eagle_model, self.model.action_head
         eagle.vision_model.recompute_activations("vision" in self.activation_checkpointing)
         eagle.language_model.recompute_activations("language" in self.activation_checkpointing)
         head.model.recompute = "head" in self.activation_checkpointing
@@ -151,8 +145,14 @@ class GrootN15Policy(PretrainedPolicy):
         for tune, modules in parts:
             for module in () if tune else modules:
                 module.requires_grad_(False)
-        self.model = model
         self.train(self.training)
+
+    def freeze_unread(self) -> None:
+        """Lets nothing train that nothing reads: the vision tower's pooling head and adapters of the language head."""
+        eagle = self.model.backbone.eagle_model
+        for name, parameter in eagle.named_parameters():
+            if "vision_model.vision_model.head." in name or "lm_head.lora_" in name:
+                parameter.requires_grad_(False)
 
     def train(self, mode: bool = True) -> Self:
         """Training mode; a DiT that does not train drops nothing either."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os import PathLike
+from typing import Any
 
-from lightning_embodied.errors import CheckpointError, ConfigError
-from lightning_embodied.models.directory import CONFIG, CheckpointDirectory
+from lightning_embodied.models.directory import CheckpointDirectory
 from lightning_embodied.models.pi.config_json import denoising_steps_of, sizes_of
-from lightning_embodied.models.pi.sizes import PiSizes
 
 PREFIX = "model."
 EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
@@ -17,28 +17,22 @@ EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
 
 
 class PretrainedDirectory(CheckpointDirectory):
-    """A checkpoint of pi0 or pi0.5 that is there to be read; see `CheckpointDirectory`."""
+    """A checkpoint of pi0 or pi0.5 that is there to be read; see `CheckpointDirectory`.
 
-    def sizes(self, lerobot_type: str) -> PiSizes:
-        """Sizes of the network.
+    Args:
+        path: The directory, or a hub id.
+        revision: Revision of a hub repository.
+        lerobot_type: The policy expected, `pi0` or `pi05`.
+    """
 
-        Args:
-            lerobot_type: The policy expected, `pi0` or `pi05`.
+    def __init__(self, path: str | PathLike[str], revision: str | None = None, *, lerobot_type: str) -> None:
+        super().__init__(path, revision)
+        self.lerobot_type = lerobot_type
 
-        Raises:
-            CheckpointError: It is of another policy, or its configuration cannot be followed.
-        """
-        try:
-            return sizes_of(self.config, lerobot_type)
-        except (KeyError, TypeError, ValueError) as error:
-            told = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            raise CheckpointError(
-                "the configuration cannot be followed", where=self.path / CONFIG, found=told
-            ) from error
-
-    def denoising_steps(self) -> int:
-        """Euler steps that the checkpoint acts with."""
-        return denoising_steps_of(self.config)
+    def read_arguments(self) -> dict[str, Any]:
+        """Sizes and denoising steps."""
+        sizes = sizes_of(self.config, self.lerobot_type)
+        return {"sizes": sizes.to_dict(), "denoising_steps": denoising_steps_of(self.config)}
 
     def places(self, stored: Iterable[str]) -> dict[str, str]:
         """Which stored tensor is which parameter; LeRobot puts `model.` before the names."""

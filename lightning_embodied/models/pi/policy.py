@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
 from lightning_embodied.models.loss import LossTerms
-from lightning_embodied.models.module import Generators, PolicyModule
+from lightning_embodied.models.module import Generators
 from lightning_embodied.models.normalizer import Normalization
 from lightning_embodied.models.pi.checks import check_encoder, check_options
 from lightning_embodied.models.pi.directory import PretrainedDirectory
@@ -25,13 +25,14 @@ from lightning_embodied.models.pi.export import save_directory
 from lightning_embodied.models.pi.network import PiNetwork
 from lightning_embodied.models.pi.sizes import PiSizes, Preset
 from lightning_embodied.models.prefix import Prefix, PrefixOrder
+from lightning_embodied.models.pretrained import PretrainedPolicy
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.packing import PackedBatch
 
 Tower = Literal["vision", "language", "expert"]
 
 
-class PiPolicy(PolicyModule):
+class PiPolicy(PretrainedPolicy):
     """What pi0 and pi0.5 share; use `Pi0Policy` or `Pi05Policy`.
 
     Args:
@@ -72,46 +73,42 @@ class PiPolicy(PolicyModule):
         final_learning_rate: float = 0.1,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        super().__init__(learning_rate=learning_rate, final_learning_rate=final_learning_rate, **kwargs)
+        super().__init__(
+            pretrained=pretrained, learning_rate=learning_rate, final_learning_rate=final_learning_rate, **kwargs
+        )
         self.network_sizes = PiSizes.of(preset, sizes)
-        self.pretrained = pretrained
         self.freeze_parts = freeze
         self.activation_checkpointing = tuple(activation_checkpointing)
         self.noise_samples_per_observation = noise_samples_per_observation
         self.denoising_steps = denoising_steps
         check_options(self)
 
-    def build(self, spec: PolicySpec) -> None:
-        """Creates the network, unless `from_pretrained` has, and reads the pretrained weights if there are any."""
+    @classmethod
+    def open_directory(cls, path: str | PathLike[str], revision: str | None = None) -> PretrainedDirectory:
+        """The reader of a LeRobot or openpi checkpoint directory."""
+        return PretrainedDirectory(path, revision, lerobot_type=cls.lerobot_type)
+
+    def check_spec(self, spec: PolicySpec) -> None:
+        """Raises `ConfigError` if samples are encoded otherwise than the network reads them."""
         check_encoder(self, spec)
-        if not hasattr(self, "model"):
-            self.use_network(None if self.pretrained is None else PretrainedDirectory(self.pretrained))
 
-    def configure_model(self) -> None:
-        """See `PolicyModule`; adapters that nothing reads do not train."""
-        super().configure_model()
-        if self._built:
-            self.model.freeze_unread()
+    def make_network(self) -> PiNetwork:
+        """The network with random weights."""
+        return PiNetwork(self.network_sizes, adaptive=self.adaptive)
 
-    def use_network(self, directory: PretrainedDirectory | None = None) -> None:
-        """Creates the network without any data, as exporting or counting parameters wants it.
-
-        Args:
-            directory: Where its weights are. Default: random ones, on the device that torch makes tensors on.
-        """
-        if directory is None:
-            model = PiNetwork(self.network_sizes, adaptive=self.adaptive)
-        else:
-            with torch.device("meta"):  # the tensors that are read become the parameters: nothing is held twice
-                model = PiNetwork(self.network_sizes, adaptive=self.adaptive)
-            directory.load_into(model)
+    def prepare_network(self) -> None:
+        """Freezes what shall not train."""
+        model = self.model
         model.vision.recompute_activations("vision" in self.activation_checkpointing)
         model.language.recompute = "language" in self.activation_checkpointing
         model.expert.recompute = "expert" in self.activation_checkpointing
         frozen = {"nothing": None, "vision": model.vision, "prefix": model.paligemma}[self.freeze_parts]
         if frozen is not None:
             frozen.requires_grad_(False)
-        self.model = model
+
+    def freeze_unread(self) -> None:
+        """Lets nothing train that nothing reads, adapters in the last prefix layer included."""
+        self.model.freeze_unread()
 
     @property
     def parameters_without_gradient(self) -> list[str]:
@@ -202,37 +199,6 @@ class PiPolicy(PolicyModule):
         actions = euler_sample(velocity, noise[prefix.order], self.denoising_steps)
         return actions[prefix.order.argsort()][..., : self.action_normalizer.dim]
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | PathLike[str],
-        *,
-        spec: PolicySpec | None = None,
-        revision: str | None = None,
-        **init_args: Any,  # noqa: ANN401
-    ) -> Self:
-        """A policy with the sizes and weights of a LeRobot or openpi checkpoint.
-
-        Args:
-            path: Directory with `config.json` and `model.safetensors` (or its shards and their index), or a hub id.
-            spec: What the policy needs to act (see `PolicySpec`). Default: training brings it.
-            revision: Revision of a hub repository.
-            init_args: Other arguments of the class.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or it is of another policy or damaged, or weights are
-                missing, unexpected or of another shape; names them.
-        """
-        directory = PretrainedDirectory(path, revision)
-        sizes = directory.sizes(cls.lerobot_type)
-        arguments = {"denoising_steps": directory.denoising_steps(), "sizes": sizes.to_dict(), **init_args}
-        policy = cls(**arguments)
-        policy.use_network(directory)
-        if spec is not None:
-            policy.spec = spec
-            policy.configure_model()
-        return policy
-
     def save_pretrained(self, path: str | PathLike[str]) -> None:
         """Writes the weights as a directory that LeRobot's `from_pretrained` reads, and ours.
 
@@ -240,13 +206,6 @@ class PiPolicy(PolicyModule):
             path: The directory; made if it does not exist. Files of an earlier checkpoint in it are replaced.
         """
         save_directory(self, path, self._spec)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leaves out where the first weights came from: the checkpoint holds all of them."""
-        super().on_save_checkpoint(checkpoint)
-        for arguments in (checkpoint["policy_class"]["init_args"], checkpoint.get("hyper_parameters", {})):
-            if "pretrained" in arguments:
-                arguments["pretrained"] = None
 
 
 class Pi05Policy(PiPolicy):

@@ -95,6 +95,14 @@ def test_every_parameter_takes_part_even_without_pictures(policy):
     assert gradients(policy, policy(make_collator()(without)).total).keys() == names
 
 
+def test_adapters_that_nothing_reads_do_not_train():
+    sizes = {**SIZES, "vision": {**SIZES["vision"], "vision_use_head": True}}
+    policy = make_policy(sizes=sizes, lora={"target_modules": ["*"], "also_train": ["model.action_head.vlln.*"]})
+    found = gradients(policy, policy(make_collator()(make_samples(4))).total)
+    assert found.keys() == {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert any("vision_model" in name for name in found)
+
+
 PARTS = {
     "tune_llm": ("backbone.eagle_model.language_model.",),
     "tune_visual": ("backbone.eagle_model.vision_model.", "backbone.eagle_model.mlp1."),

@@ -8,7 +8,7 @@ from lightning_embodied.cli import main
 
 
 @pytest.mark.slow
-def test_a_policy_trained_for_a_minute_follows_language(tmp_path, monkeypatch):
+def test_the_shipped_policy_follows_language(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = ["--checkpoint", "runs/tabletop"]
     assert main(["collect", "--config", "configs/collect_tabletop.yaml"]) == 0

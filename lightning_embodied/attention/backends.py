@@ -20,12 +20,13 @@ from lightning_embodied.attention.cpu import varlen_attention_cpu
 from lightning_embodied.attention.cuda import flash_attention, torch_varlen
 from lightning_embodied.attention.padded import varlen_attention_padded
 from lightning_embodied.attention.reference import varlen_attention_reference
+from lightning_embodied.attention.segments import Segments
 from lightning_embodied.errors import ConfigError
 
 HALF = (torch.float16, torch.bfloat16)
 
 Capability = tuple[int, int]
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool, float], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class AttentionBackend:
         reason: Why it is there or not, one clause for `doctor`.
         device: Device type it runs on; empty for any.
         dtypes: Dtypes it takes; empty for any floating dtype.
-        kernel: The function, with checked arguments.
+        kernel: The function; takes queries, keys and values as `varlen_attention`, and `Segments`, all checked.
         largest_head: Largest width of a head; widths are multiples of 8 then. 0 for any.
     """
 
@@ -81,10 +82,11 @@ def _find_backends(capability: Capability | None = None) -> tuple[AttentionBacke
         _flash("flash-attn-4", "flash_attn.cute", capability, oldest=10, largest_head=128),
         _flash("flash-attn-2", "flash_attn", capability, oldest=8),
         _torch_varlen(capability),
-        AttentionBackend("cpu-flash", True, cpu, "cpu", (torch.float32, torch.float64, *HALF), _cpu_flash),
+        AttentionBackend("cpu-flash", True, cpu, "cpu", (torch.float32, torch.float64, *HALF), varlen_attention_cpu),
         AttentionBackend("padded-sdpa", True, "pads inside the call: any dtype, any device", "", (),
                          varlen_attention_padded),
-        AttentionBackend("reference", True, "dense softmax per segment: any derivative, slow", "", (), _reference),
+        AttentionBackend("reference", True, "dense softmax per segment: any derivative, slow", "", (),
+                         varlen_attention_reference),
     )  # fmt: skip
 
 
@@ -164,20 +166,6 @@ def force_backend(name: str | None) -> Iterator[None]:
         yield
     finally:
         _forced = before
-
-
-def _cpu_flash(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    return varlen_attention_cpu(query, key, value, cu_q, cu_k, causal, scale)
-
-
-def _reference(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    return varlen_attention_reference(query, key, value, cu_q, cu_k, causal, scale)
 
 
 def _find_again() -> None:

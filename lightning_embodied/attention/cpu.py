@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_embodied.attention.segments import Segments
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -198,12 +200,11 @@ def _op_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]
 _forward_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 
-def varlen_attention_cpu(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float
-) -> Tensor:
-    """Attention of every segment's queries to its own keys; arguments as `varlen_attention`, which checks them."""
+def varlen_attention_cpu(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Attention of every segment's queries to its own keys."""
+    options = segments.cu_q, segments.cu_k, segments.causal, segments.scale
     if torch.compiler.is_compiling():
-        out: Tensor = _forward_op(query, key, value, cu_q, cu_k, causal, scale)[0]
+        out: Tensor = _forward_op(query, key, value, *options)[0]
         return out
-    result: Tensor = _VarlenAttention.apply(query, key, value, cu_q, cu_k, causal, scale)  # type: ignore[no-untyped-call]
+    result: Tensor = _VarlenAttention.apply(query, key, value, *options)  # type: ignore[no-untyped-call]
     return result

@@ -14,21 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_embodied.attention.padded import without_pairs
+from lightning_embodied.attention.segments import Segments
 
 
 def flash_attention(
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
+    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, segments: Segments
 ) -> Tensor:
-    """Attention by a FlashAttention package's `flash_attn_varlen_func`; other arguments as `varlen_attention`.
+    """Attention by a FlashAttention package's `flash_attn_varlen_func`.
 
     They go by name, because FlashAttention 4 has another one in the place where 2 and 3 have `cu_seqlens_q`. The
     function's result may be a tuple with the log-sum-exp behind.
@@ -39,34 +31,25 @@ def flash_attention(
         query,
         key,
         value,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        softmax_scale=scale,
-        causal=causal,
+        cu_seqlens_q=segments.cu_q,
+        cu_seqlens_k=segments.cu_k,
+        max_seqlen_q=segments.max_q,
+        max_seqlen_k=segments.max_k,
+        softmax_scale=segments.scale,
+        causal=segments.causal,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
 
 
-def torch_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-) -> Tensor:
-    """Attention by `torch.nn.attention.varlen.varlen_attn`; arguments as `varlen_attention`."""
+def torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Attention by `torch.nn.attention.varlen.varlen_attn`."""
     from torch.nn.attention.varlen import varlen_attn
 
     if query.shape[0] == 0 or key.shape[0] == 0:
         return without_pairs(query, key, value)
+    cu_q, cu_k, max_q, max_k, causal, scale = segments
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
     group = query.shape[1] // key.shape[1]
     if group > 1 and _TAKES_GROUPS:

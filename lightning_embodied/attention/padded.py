@@ -9,21 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from lightning_embodied.attention.segments import Segments
 
-def varlen_attention_padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-) -> Tensor:
-    """Attention of every segment's queries to its own keys; arguments as `varlen_attention`, which checks them."""
+
+def varlen_attention_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Attention of every segment's queries to its own keys."""
     if query.shape[0] == 0 or key.shape[0] == 0:
         return without_pairs(query, key, value)
+    cu_q, cu_k, max_q, max_k, causal, scale = segments
     group = query.shape[1] // key.shape[1]
     rows_q, rows_k = _rows(cu_q, max_q, query.shape[0]), _rows(cu_k, max_k, key.shape[0])
     number = cu_q.shape[0] - 1

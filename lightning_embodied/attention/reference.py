@@ -8,19 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_embodied.attention.segments import Segments
 
-def varlen_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float
-) -> Tensor:
-    """Attention of every segment's queries to its own keys; arguments as `varlen_attention`, which checks them."""
-    query_lengths, key_lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
+
+def varlen_attention_reference(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Attention of every segment's queries to its own keys."""
+    query_lengths, key_lengths = segments.cu_q.diff().tolist(), segments.cu_k.diff().tolist()
     parts = zip(
         torch.split(query, query_lengths),
         torch.split(key, key_lengths),
         torch.split(value, key_lengths),
         strict=True,
     )
-    return torch.cat([_segment(*part, causal, scale) for part in parts])
+    return torch.cat([_segment(*part, segments.causal, segments.scale) for part in parts])
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_embodied.attention.backends import choose_backend
+from lightning_embodied.attention.segments import Segments
 from lightning_embodied.errors import ConfigError
 
 
@@ -49,17 +50,11 @@ def varlen_attention(
             backend cannot be used.
     """
     _check_tensors(query, key, value)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ConfigError(
-            "queries and keys differ in their number of segments",
-            found=f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}",
-        )
-    _check_lengths("q", cu_seqlens_q, max_seqlen_q, query.shape[0])
-    _check_lengths("k", cu_seqlens_k, max_seqlen_k, key.shape[0])
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    segments = Segments(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale)
+    _check_segments(segments, query.shape[0], key.shape[0])
     query, key, value = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (query, key, value))
-    kernel = choose_backend(query, backend).kernel
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return kernel(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale)
+    return choose_backend(query, backend).kernel(query, key, value, segments)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -75,6 +70,16 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             "query, key and value do not share one floating dtype",
             found=f"{query.dtype}, {key.dtype}, {value.dtype}",
         )
+
+
+def _check_segments(segments: Segments, queries: int, keys: int) -> None:
+    if segments.cu_q.shape != segments.cu_k.shape:
+        raise ConfigError(
+            "queries and keys differ in their number of segments",
+            found=f"{segments.cu_q.shape[0] - 1} and {segments.cu_k.shape[0] - 1}",
+        )
+    _check_lengths("q", segments.cu_q, segments.max_q, queries)
+    _check_lengths("k", segments.cu_k, segments.max_k, keys)
 
 
 def _check_lengths(name: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None:

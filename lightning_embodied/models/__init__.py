@@ -2,6 +2,7 @@
 
 from lightning_embodied.models.checkpoint import find_checkpoint, load_policy
 from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
+from lightning_embodied.models.flow_module import FlowMatchingModule
 from lightning_embodied.models.flow_policy import FlowMatchingPolicy
 from lightning_embodied.models.groot import GrootN15Policy
 from lightning_embodied.models.lerobot_policy import LeRobotPolicyModule
@@ -13,6 +14,7 @@ from lightning_embodied.models.pi import Pi0Policy, Pi05Policy
 from lightning_embodied.models.spec import PolicySpec
 
 __all__ = [
+    "FlowMatchingModule",
     "FlowMatchingPolicy",
     "GrootN15Policy",
     "LeRobotPolicyModule",

@@ -1,7 +1,8 @@
 """Flow matching of action chunks: a straight path from noise (t = 1) to actions (t = 0), and the way back.
 
 Conventions are those of pi0 and pi0.5 (openpi, LeRobot): `x_t = t * noise + (1 - t) * actions`, the network predicts
-the velocity `noise - actions`, and times are drawn from Beta(1.5, 1), which favours the noisy end.
+the velocity `noise - actions`, and times are drawn from Beta(1.5, 1), which favours the noisy end. A path the other way
+round, as GR00T's, is the same with the two ends exchanged.
 """
 
 from __future__ import annotations
@@ -41,19 +42,22 @@ def velocity_target(actions: Tensor, noise: Tensor) -> Tensor:
     return noise - actions
 
 
-def euler_sample(velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, steps: int) -> Tensor:
-    """Integrates from noise at t = 1 to actions at t = 0 with equal Euler steps.
+def euler_sample(
+    velocity: Callable[[Tensor, Tensor], Tensor], noise: Tensor, steps: int, *, noise_time: int = 1
+) -> Tensor:
+    """Integrates from noise to actions with equal Euler steps.
 
     Args:
-        velocity: Takes `x_t [..., H, A]` and `time [...]` and gives the velocity, shaped like `x_t`.
+        velocity: Takes `x_t [..., H, A]` and `time [...]` and gives `d x_t / d t`, shaped like `x_t`.
         noise: `[..., H, A]`, the start.
         steps: Number of steps, and of calls of `velocity`.
+        noise_time: Flow time of the noise; actions are at the other end of [0, 1].
 
     Returns:
         Normalised actions `[..., H, A]`.
     """
-    sample = noise
+    sample, direction = noise, 1 - 2 * noise_time
     for step in range(steps):
-        time = noise.new_full(noise.shape[:-2], 1.0 - step / steps)
-        sample = sample - velocity(sample, time) / steps
+        time = noise.new_full(noise.shape[:-2], noise_time + direction * step / steps)
+        sample = torch.add(sample, velocity(sample, time), alpha=direction / steps)
     return sample

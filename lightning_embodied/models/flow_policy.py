@@ -7,6 +7,7 @@ vision tower is a convolutional stem and the state is one continuous token.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,15 @@ from torch import Tensor, nn
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.augmentation import picture_positions
-from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
+from lightning_embodied.models.flow_module import FlowMatchingModule, Velocity
 from lightning_embodied.models.images import ConvStem
-from lightning_embodied.models.loss import LossTerms
-from lightning_embodied.models.module import Generators, PolicyModule
 from lightning_embodied.models.prefix import Prefix, PrefixOrder
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.models.transformer import ActionExpert, PrefixTransformer
 from lightning_embodied.packing import PackedBatch
 
 
-class FlowMatchingPolicy(PolicyModule):
+class FlowMatchingPolicy(FlowMatchingModule):
     """Small pi0.5-shaped flow-matching policy.
 
     Args:
@@ -35,10 +34,7 @@ class FlowMatchingPolicy(PolicyModule):
         head_dim: Width of a head.
         mlp_ratio: Hidden width of the MLPs over the tower's width.
         stem_channels: Channels of the first convolution of the picture stem.
-        noise_samples_per_observation: Noise and time draws per observation and step; they share one prefix, so each
-            further draw costs only the action expert.
-        denoising_steps: Euler steps from noise to actions at inference.
-        kwargs: Options of `PolicyModule`.
+        kwargs: Options of `FlowMatchingModule` and `PolicyModule`.
     """
 
     def __init__(
@@ -51,14 +47,11 @@ class FlowMatchingPolicy(PolicyModule):
         head_dim: int = 32,
         mlp_ratio: float = 2.0,
         stem_channels: int = 32,
-        noise_samples_per_observation: int = 1,
-        denoising_steps: int = 10,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(**kwargs)
-        for name, value in (("depth", depth), ("noise_samples_per_observation", noise_samples_per_observation)):
-            if value < 1:
-                raise ConfigError("too small", where=f"FlowMatchingPolicy({name}=…)", found=value, expected=">= 1")
+        if depth < 1:
+            raise ConfigError("too small", where="FlowMatchingPolicy(depth=…)", found=depth, expected=">= 1")
         self.width = width
         self.expert_width = expert_width
         self.depth = depth
@@ -66,8 +59,6 @@ class FlowMatchingPolicy(PolicyModule):
         self.head_dim = head_dim
         self.mlp_ratio = mlp_ratio
         self.stem_channels = stem_channels
-        self.noise_samples_per_observation = noise_samples_per_observation
-        self.denoising_steps = denoising_steps
 
     def build(self, spec: PolicySpec) -> None:
         """Creates both towers and the embeddings of the spec's features."""
@@ -115,51 +106,13 @@ class FlowMatchingPolicy(PolicyModule):
         cache = self.prefix(tokens, order.position_ids, order.cu_seqlens, order.max_seqlen)
         return Prefix(cache, order.lengths, order.order)
 
-    def forward(self, batch: PackedBatch, noise: Tensor | None = None, time: Tensor | None = None) -> LossTerms:
-        """Squared error of the velocity.
-
-        Args:
-            batch: `B` samples.
-            noise: `[B, R, H, A]`, `R` draws per sample; default: drawn.
-            time: `[B, R]`, flow times; default: drawn.
-        """
-        actions = self.normalized_actions(batch)[:, None]
-        draws = (batch.batch_size, self.noise_samples_per_observation)
-        if noise is None:
-            noise = torch.randn(*draws, *actions.shape[2:], device=actions.device, dtype=actions.dtype)
-        if time is None:
-            time = sample_time(draws, actions.device)
-        velocity = self.velocity(self.encode_prefix(batch), interpolate(actions, noise, time), time)
-        losses = (velocity - velocity_target(actions, noise)).square()
-        return LossTerms.of_actions(losses, batch.action_is_pad, batch.loss_weight)
+    def observe(self, batch: PackedBatch) -> Velocity:
+        """Computes the prefix; see `FlowMatchingModule`."""
+        return partial(self.velocity, self.encode_prefix(batch))
 
     def velocity(self, prefix: Prefix, noisy: Tensor, time: Tensor) -> Tensor:
         """Velocities of `R` noisy chunks per sample: `[B, R, H, A]` at times `[B, R]` to the same shape."""
         layout = prefix.layout([noisy.shape[2]], noisy.shape[1])
         chunks, times = noisy[prefix.order].flatten(0, 1), time[prefix.order].flatten()
         velocity: Tensor = self.expert(chunks, times, prefix.cache, layout)
-        return velocity.view_as(noisy)[prefix.order.argsort()]
-
-    def sample_actions(
-        self, batch: PackedBatch, *, generator: Generators | None = None, noise: Tensor | None = None
-    ) -> Tensor:
-        """Denoises action chunks; the prefix is computed once for all steps.
-
-        Args:
-            batch: `B` observations.
-            generator: Source of the noise, one generator or one a row; default: see `sampling_seed`.
-            noise: `[B, H, A]` to start from, in place of a draw.
-
-        Returns:
-            Normalised actions float32 `[B, H, A]`.
-        """
-        if noise is None:
-            noise = self.initial_noise(batch.batch_size, generator)
-        prefix = self.encode_prefix(batch)
-        layout = prefix.layout([noise.shape[1]])
-
-        def velocity(chunks: Tensor, times: Tensor) -> Tensor:
-            result: Tensor = self.expert(chunks, times, prefix.cache, layout)
-            return result
-
-        return euler_sample(velocity, noise[prefix.order], self.denoising_steps)[prefix.order.argsort()]
+        return velocity.view_as(noisy)[prefix.back]

@@ -6,7 +6,8 @@ Samples of equal lengths then lie side by side and share their kernel calls, wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,10 +32,19 @@ class Prefix:
     cache: list[KeyValue]
     lengths: list[int]
     order: Tensor
+    _layouts: dict[tuple[int, ...], PrefixSuffixLayout] = field(default_factory=dict, init=False, repr=False)
 
     def layout(self, suffix_blocks: Sequence[int], draws: int = 1) -> PrefixSuffixLayout:
-        """How `draws` suffixes per observation read it."""
-        return PrefixSuffixLayout(self.lengths, suffix_blocks, draws, self.order.device)
+        """How `draws` suffixes per observation read it; made once for all denoising steps."""
+        key = (draws, *suffix_blocks)
+        if key not in self._layouts:
+            self._layouts[key] = PrefixSuffixLayout(self.lengths, suffix_blocks, draws, self.order.device)
+        return self._layouts[key]
+
+    @cached_property
+    def back(self) -> Tensor:
+        """int64 `[B]`: which of these observations each sample of the batch is."""
+        return self.order.argsort()
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 from lightning_embodied.models.directory import CheckpointDirectory
-from lightning_embodied.models.module import PolicyModule
+from lightning_embodied.models.flow_module import FlowMatchingModule
 from lightning_embodied.models.spec import PolicySpec
 
 
-class PretrainedPolicy(PolicyModule):
-    """Base of policies whose weights are published.
+class PretrainedPolicy(FlowMatchingModule):
+    """Base of flow-matching policies whose weights are published.
 
     Args:
         pretrained: Directory or hub id of a checkpoint to start from. The checkpoints that training writes hold all
             weights: `load_policy` needs the directory no more, only resuming looks for it again.
-        kwargs: Options of `PolicyModule`.
+        kwargs: Options of `FlowMatchingModule` and `PolicyModule`.
 
     Attributes:
         model: The network; its parameters have their published names.

@@ -1,17 +1,36 @@
-"""Sizes of a network as frozen dataclasses, and changes of some of them by name, as YAML gives them."""
+"""Sizes of a network as frozen dataclasses: presets, and changes of some of them by name, as YAML gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_embodied.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+Preset = Literal["base", "tiny"]
+"""The published sizes, or those of a laptop."""
+
 _Sizes = TypeVar("_Sizes", bound="DataclassInstance")
+
+
+def preset_sizes(presets: Mapping[str, _Sizes], preset: str, changes: Mapping[str, Any] | None = None) -> _Sizes:
+    """A preset with some values changed.
+
+    Args:
+        presets: Sizes by name.
+        preset: One of the names.
+        changes: As in `changed_sizes`; `dataclasses.asdict` of sizes is a change that gives just them.
+
+    Raises:
+        ConfigError: There is no such preset or name, a value is no size, or the sizes do not fit each other.
+    """
+    if preset not in presets:
+        raise ConfigError("no such preset", where="preset", found=preset, expected=", ".join(presets))
+    return changed_sizes(presets[preset], changes or {})
 
 
 def changed_sizes(sizes: _Sizes, changes: Mapping[str, Any], where: str = "sizes") -> _Sizes:
@@ -41,3 +60,20 @@ def changed_sizes(sizes: _Sizes, changes: Mapping[str, Any], where: str = "sizes
             raise ConfigError("this is no size", where=place, found=value, expected=f"something like {known[name]}")
         values[name] = value
     return replace(sizes, **values)
+
+
+def check_divisible(rules: Iterable[tuple[str, int, str, int]]) -> None:
+    """Checks sizes that must be multiples.
+
+    Args:
+        rules: Name and value of a size, and name and value of what it must be a multiple of.
+
+    Raises:
+        ConfigError: One is not; names it.
+    """
+    for name, value, divisor_name, divisor in rules:
+        if divisor < 1 or value % divisor:
+            of = divisor_name if divisor_name == str(divisor) else f"{divisor_name} ({divisor})"
+            raise ConfigError(
+                "a size does not divide", where=f"sizes: {name}", found=value, expected=f"a multiple of {of}"
+            )

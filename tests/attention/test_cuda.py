@@ -14,8 +14,13 @@ from lightning_embodied.attention import attention_backends
 from lightning_embodied.attention.backends import _find_backends
 from lightning_embodied.attention.cuda import torch_varlen
 from lightning_embodied.attention.reference import varlen_attention_reference
+from lightning_embodied.attention.segments import Segments
 
 HOPPER, BLACKWELL, AMPERE, VOLTA = (9, 0), (10, 0), (8, 0), (7, 0)
+
+
+def exact(query, key, value, cu_q, cu_k, causal, scale):
+    return varlen_attention_reference(query, key, value, Segments(cu_q, cu_k, 0, 0, causal, scale))
 
 
 def flash_attention_2(
@@ -24,7 +29,7 @@ def flash_attention_2(
     block_table=None,
 ):  # fmt: skip
     """flash-attn 2.8's signature."""
-    return varlen_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale)
+    return exact(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale)
 
 
 def flash_attention_3(
@@ -34,7 +39,7 @@ def flash_attention_3(
     return_attn_probs=False,
 ):  # fmt: skip
     """FlashAttention-3's signature; early versions return the log-sum-exp as well."""
-    out = varlen_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale)
+    out = exact(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale)
     return out, torch.zeros(q.shape[1], q.shape[0])
 
 
@@ -46,7 +51,7 @@ def flash_attention_4(
 ):  # fmt: skip
     """flash-attn-4 4.0's signature, its last arguments left out."""
     assert qv is None
-    return varlen_attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale), None
+    return exact(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale), None
 
 
 FLASH = {
@@ -77,11 +82,11 @@ def test_flash_attention_is_called_as_its_version_wants(monkeypatch, name, causa
     assert backend.available
     query, key = torch.randn(7, 4, 8), torch.randn(9, 2, 8)
     cu_q, cu_k = torch.tensor([0, 3, 7]).int(), torch.tensor([0, 5, 9]).int()
-    out = backend.kernel(query, key, key, cu_q, cu_k, 4, 5, causal, 0.3)
-    torch.testing.assert_close(out, varlen_attention_reference(query, key, key, cu_q, cu_k, causal, 0.3))
+    out = backend.kernel(query, key, key, Segments(cu_q, cu_k, 4, 5, causal, 0.3))
+    torch.testing.assert_close(out, exact(query, key, key, cu_q, cu_k, causal, 0.3))
     nothing = torch.zeros(3, dtype=torch.int32)
-    assert backend.kernel(query[:0], key, key, nothing, cu_k, 0, 5, causal, 0.3).shape == (0, 4, 8)
-    assert not backend.kernel(query, key[:0], key[:0], cu_q, nothing, 4, 0, causal, 0.3).any()
+    assert backend.kernel(query[:0], key, key, Segments(nothing, cu_k, 0, 5, causal, 0.3)).shape == (0, 4, 8)
+    assert not backend.kernel(query, key[:0], key[:0], Segments(cu_q, nothing, 4, 0, causal, 0.3)).any()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_torch_varlen_fits_torch_forward_and_backward_on_meta_tensors(causal, kv
     shapes = (20, 4, 64), (30, kv_heads, 64), (30, kv_heads, 64)
     tensors = [torch.empty(s, dtype=torch.bfloat16, device="meta", requires_grad=True) for s in shapes]
     cu = torch.empty(4, dtype=torch.int32, device="meta")
-    out = torch_varlen(*tensors, cu, cu, 9, 12, causal, 0.125)
+    out = torch_varlen(*tensors, Segments(cu, cu, 9, 12, causal, 0.125))
     assert (out.shape, out.dtype) == (tensors[0].shape, torch.bfloat16)
     grads = torch.autograd.grad(out.sum(), tensors)
     assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
@@ -137,5 +142,5 @@ def test_padding_inside_reads_nothing_back_from_the_device():
     (padded,) = (backend for backend in attention_backends() if backend.name == "padded-sdpa")
     query = torch.empty(20, 4, 60, device="meta", requires_grad=True)
     cu = torch.empty(4, dtype=torch.int32, device="meta")
-    out = padded.kernel(query, query, query, cu, cu, 9, 9, True, 0.1)
+    out = padded.kernel(query, query, query, Segments(cu, cu, 9, 9, True, 0.1))
     assert torch.autograd.grad(out.sum(), query)[0].shape == query.shape

@@ -38,7 +38,7 @@ def velocity_of(policy: PiPolicy, golden: Golden, batch: PackedBatch, samples=sl
     noise, time = golden["noise"][samples], golden["time"][samples]
     noisy = time[:, None, None] * noise + (1 - time[:, None, None]) * actions
     prefix = policy.encode_prefix(batch)
-    velocity = policy.velocity(prefix, noisy[:, None], time[:, None], policy.padded_state(batch))[:, 0]
+    velocity = policy.velocity(prefix, policy.padded_state(batch), noisy[:, None], time[:, None])[:, 0]
     return velocity, noise - actions
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.models import Pi0Policy, Pi05Policy, PolicySpec, load_policy
-from lightning_embodied.models.pi import PiSizes
+from lightning_embodied.models.pi.sizes import PRESETS
+from lightning_embodied.models.sizes import preset_sizes
 from lightning_embodied.packing import SampleEncoder
 from tests.models.conftest import make_trainer
 from tests.models.pi_golden import CLASSES, Golden
@@ -240,7 +242,7 @@ def test_loading_reads_each_policy_to_act_from_its_own_weights(golden):
 
 def test_pretrained_in_yaml_trains_and_its_checkpoint_needs_the_directory_no_more(golden, copy, tmp_path):
     path, _ = copy
-    sizes = golden.policy().network_sizes.to_dict()
+    sizes = asdict(golden.policy().network_sizes)
     policy = CLASSES[golden.name](sizes=sizes, pretrained=str(path), learning_rate=1e-3)
     policy.spec = golden.spec()
     policy.configure_model()
@@ -261,10 +263,12 @@ def test_pretrained_in_yaml_trains_and_its_checkpoint_needs_the_directory_no_mor
 
 
 def test_sizes_by_name():
-    sizes = PiSizes.of("tiny", {"vision": {"num_hidden_layers": 1}, "expert": {"width": 32}, "max_action_dim": 4})
+    sizes = preset_sizes(
+        PRESETS, "tiny", {"vision": {"num_hidden_layers": 1}, "expert": {"width": 32}, "max_action_dim": 4}
+    )
     assert (sizes.vision.num_hidden_layers, sizes.expert.width, sizes.max_action_dim) == (1, 32, 4)
-    assert PiSizes.of("base", sizes.to_dict()) == sizes
-    assert PiSizes.of("base").language.mlp_width == 16_384
+    assert preset_sizes(PRESETS, "base", asdict(sizes)) == sizes
+    assert preset_sizes(PRESETS, "base").language.mlp_width == 16_384
 
 
 @pytest.mark.parametrize(
@@ -315,7 +319,7 @@ def test_an_encoder_that_does_not_fit(golden, change, word):
 
 
 def test_data_wider_than_the_policy(golden):
-    sizes = golden.policy().network_sizes.to_dict()
+    sizes = asdict(golden.policy().network_sizes)
     for option in ("max_action_dim", *(["max_state_dim"] if golden.name == "pi0" else [])):
         policy = CLASSES[golden.name](sizes={**sizes, option: 2})
         policy.spec = golden.spec()

@@ -87,7 +87,7 @@ def test_denoising_with_the_cache_equals_recomputation(golden):
     state = policy.padded_state(batch)
 
     def recompute(x, t):
-        return policy.velocity(policy.encode_prefix(batch), x[:, None], t[:, None], state)[:, 0]
+        return policy.velocity(policy.encode_prefix(batch), state, x[:, None], t[:, None])[:, 0]
 
     with torch.no_grad():
         expected = euler_sample(recompute, noise, 10)[..., :5]

@@ -148,27 +148,3 @@ class ActionHead(nn.Module):
         alpha, beta = torch.tensor(numbers, device=device, dtype=torch.float32)
         draw = torch.distributions.Beta(alpha, beta).sample(shape)
         return (self.sizes.noise_s - draw) / self.sizes.noise_s
-
-    def denoise(self, observed: Observed, noise: Tensor, steps: int) -> Tensor:
-        """Integrates from noise at 0 to actions at 1 with equal Euler steps.
-
-        Args:
-            observed: The `B` observations.
-            noise: `[B, H, max_action_dim]`.
-            steps: Number of steps.
-
-        Returns:
-            Normalised actions `[B, H, max_action_dim]`.
-        """
-        actions = noise[:, None]
-        for step in range(steps):
-            bucket = int(step / steps * self.sizes.num_timestep_buckets)
-            timestep = torch.full(actions.shape[:2], bucket, device=noise.device)
-            actions = actions + self(observed, actions, timestep) / steps
-        return actions[:, 0]
-
-
-def interpolate(actions: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-    """The point of the path at flow times `[...]`: noise at 0, actions `[..., H, A]` at 1."""
-    time = time[..., None, None]
-    return (1 - time) * noise + time * actions

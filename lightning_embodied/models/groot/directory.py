@@ -43,7 +43,7 @@ class GrootDirectory(CheckpointDirectory):
         pooled = any(name.startswith(_POOLING_HEAD) for name in self.stored())
         sizes = replace(sizes, vision=replace(sizes.vision, vision_use_head=pooled))
         steps = int(self.config["action_head_cfg"].get("num_inference_timesteps", 4))
-        return {"sizes": sizes.to_dict(), "denoising_steps": steps}
+        return {"sizes": asdict(sizes), "denoising_steps": steps}
 
     def places(self, stored: Iterable[str]) -> dict[str, str]:
         """Which stored tensor is which parameter; embedding and language head are one, stored under either name."""

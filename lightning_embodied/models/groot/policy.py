@@ -8,31 +8,35 @@ gives NVIDIA's numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.augmentation import picture_positions
+from lightning_embodied.models.checks import check_limit, check_names, check_patches, check_prompt, check_words
 from lightning_embodied.models.directory import write_directory
-from lightning_embodied.models.groot.action_head import ActionHead, Observed, interpolate
+from lightning_embodied.models.flow_module import Velocity
+from lightning_embodied.models.groot.action_head import ActionHead, Observed
 from lightning_embodied.models.groot.backbone import EagleBackbone
-from lightning_embodied.models.groot.checks import check_encoder, check_options
 from lightning_embodied.models.groot.directory import GrootDirectory, config_of
 from lightning_embodied.models.groot.embodiment import Embodiment
 from lightning_embodied.models.groot.qwen3 import Rows
-from lightning_embodied.models.groot.sizes import GrootSizes, Preset
+from lightning_embodied.models.groot.sizes import PRESETS, GrootSizes
 from lightning_embodied.models.lora import merged_state_dict
-from lightning_embodied.models.loss import LossTerms
-from lightning_embodied.models.module import Generators
 from lightning_embodied.models.normalizer import Normalization
 from lightning_embodied.models.pretrained import PretrainedPolicy
+from lightning_embodied.models.sizes import Preset, preset_sizes
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.packing import PackedBatch
 
 Part = Literal["vision", "language", "head"]
+_PROMPTS = ("eagle", "pi0")
+"""Those without a state token: the head reads the state. `pi0` is the bare instruction, for training from scratch."""
 
 
 class GrootNetwork(nn.Module):
@@ -66,19 +70,18 @@ class GrootN15Policy(PretrainedPolicy):
         tune_projector: Whether the state and action encoders, the action decoder and the action positions train.
         tune_diffusion_model: Whether the DiT trains.
         activation_checkpointing: Parts whose activations are computed again in the backward pass instead of kept.
-        noise_samples_per_observation: Noise and time draws per observation and step; they share the backbone, so each
-            further draw costs only the DiT.
         denoising_steps: Euler steps from noise to actions at inference.
         learning_rate: Peak learning rate.
         state_normalization: How states are scaled; NVIDIA scales to the range of the data.
         action_normalization: How actions are scaled; likewise.
-        kwargs: Options of `PolicyModule`.
+        kwargs: Options of `FlowMatchingModule` and `PolicyModule`.
 
     Attributes:
         network_sizes: The sizes that `preset` and `sizes` come to.
         model: The network; its parameters have NVIDIA's names.
     """
 
+    noise_time = 0
     model: GrootNetwork
 
     def __init__(
@@ -93,7 +96,6 @@ class GrootN15Policy(PretrainedPolicy):
         tune_projector: bool = True,
         tune_diffusion_model: bool = True,
         activation_checkpointing: Sequence[Part] = (),
-        noise_samples_per_observation: int = 1,
         denoising_steps: int = 4,
         learning_rate: float = 1e-4,
         state_normalization: Normalization = "min_max",
@@ -102,19 +104,19 @@ class GrootN15Policy(PretrainedPolicy):
     ) -> None:
         super().__init__(
             pretrained=pretrained,
+            denoising_steps=denoising_steps,
             learning_rate=learning_rate,
             state_normalization=state_normalization,
             action_normalization=action_normalization,
             **kwargs,
         )
-        self.network_sizes = GrootSizes.of(preset, sizes)
+        self.network_sizes = preset_sizes(PRESETS, preset, sizes)
         self.embodiment_id = embodiment_id
         self.tune_llm, self.tune_visual = tune_llm, tune_visual
         self.tune_projector, self.tune_diffusion_model = tune_projector, tune_diffusion_model
         self.activation_checkpointing = tuple(activation_checkpointing)
-        self.noise_samples_per_observation = noise_samples_per_observation
-        self.denoising_steps = denoising_steps
-        check_options(self)
+        check_names(f"{type(self).__name__}(activation_checkpointing=…)", activation_checkpointing, get_args(Part))
+        self._check_embodiments()
 
     @classmethod
     def open_directory(cls, path: str | PathLike[str], revision: str | None = None) -> GrootDirectory:
@@ -123,7 +125,25 @@ class GrootN15Policy(PretrainedPolicy):
 
     def check_spec(self, spec: PolicySpec) -> None:
         """Raises `ConfigError` if samples are encoded otherwise than the network reads them."""
-        check_encoder(self, spec)
+        sizes, head = self.network_sizes, self.network_sizes.head
+        check_prompt(self.encoder, _PROMPTS)
+        check_patches(self.encoder, sizes.vision)
+        mend = "pretrained weights need Eagle's tokenizer, which is Qwen's with a few tokens more"
+        check_words(self.encoder, "language.vocab_size", sizes.language.vocab_size, mend)
+        check_limit("actions a chunk", spec.action_horizon, "head.max_seq_len", head.max_seq_len)
+        check_limit("action dimensions", self.action_normalizer.dim, "head.max_action_dim", head.max_action_dim)
+        check_limit("state dimensions", self.state_normalizer.dim, "head.max_state_dim", head.max_state_dim)
+
+    def _check_embodiments(self) -> None:
+        given, limit = self.embodiment_id, self.network_sizes.head.max_num_embodiments
+        numbers = given if isinstance(given, Sequence) else [given]
+        if not numbers or any(not 0 <= number < limit for number in numbers):
+            raise ConfigError(
+                "the action head knows no such robot",
+                where=f"{type(self).__name__}(embodiment_id=…)",
+                found=given,
+                expected=f"numbers from 0 to {limit - 1} (sizes: head.max_num_embodiments)",
+            )
 
     def make_network(self) -> GrootNetwork:
         """The network with random weights."""
@@ -161,8 +181,12 @@ class GrootN15Policy(PretrainedPolicy):
             self.model.action_head.model.eval()
         return self
 
-    def observe(self, batch: PackedBatch) -> Observed:
-        """All that the DiT reads of a batch's pictures, prompts and states; computed once for all draws and steps."""
+    def observe(self, batch: PackedBatch) -> Velocity:
+        """Runs backbone, keys and values; see `FlowMatchingModule`."""
+        return partial(self.velocity, self.encode(batch))
+
+    def encode(self, batch: PackedBatch) -> Observed:
+        """All that the DiT reads of a batch's pictures, prompts and states."""
         sizes, rows = self.network_sizes, Rows(batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
         features = self.model.backbone(
             batch.input_ids.clamp(max=sizes.language.vocab_size - 1),  # placeholders of pictures lie above
@@ -181,44 +205,20 @@ class GrootN15Policy(PretrainedPolicy):
             return numbers[batch.dataset]
         return self.embodiment_id
 
-    def forward(self, batch: PackedBatch, noise: Tensor | None = None, time: Tensor | None = None) -> LossTerms:
-        """Squared error of the velocity over the action dimensions that the data has.
-
-        Args:
-            batch: `B` samples.
-            noise: `[B, R, H, max_action_dim]`, `R` draws per sample; default: drawn.
-            time: `[B, R]`, flow times from 0 (noise) to 1; default: drawn.
-        """
+    def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> Tensor:
+        """Velocities of noisy chunks `[B, R, H, max_action_dim]` at flow times `[B, R]`, shaped like the chunks."""
         head = self.model.action_head
-        actions = self.normalized_actions(batch)[:, None]
-        dim = actions.shape[-1]
-        actions = F.pad(actions, (0, self.network_sizes.head.max_action_dim - dim))
-        draws = (batch.batch_size, self.noise_samples_per_observation)
-        if noise is None:
-            noise = torch.randn(*draws, *actions.shape[2:], device=actions.device, dtype=actions.dtype)
-        if time is None:
-            time = head.sample_time(draws, actions.device)
-        velocity = head(self.observe(batch), interpolate(actions, noise, time), head.discretize(time))
-        losses = (velocity - (actions - noise)).square()[..., :dim]
-        return LossTerms.of_actions(losses, batch.action_is_pad, batch.loss_weight)
+        velocity: Tensor = head(observed, noisy, head.discretize(time))
+        return velocity
 
-    def sample_actions(
-        self, batch: PackedBatch, *, generator: Generators | None = None, noise: Tensor | None = None
-    ) -> Tensor:
-        """Denoises action chunks; backbone, keys and values are computed once for all steps.
+    @property
+    def action_width(self) -> int:
+        """Width of the action vectors inside the network."""
+        return self.network_sizes.head.max_action_dim
 
-        Args:
-            batch: `B` observations.
-            generator: Source of the noise, one generator or one a row; default: see `sampling_seed`.
-            noise: `[B, H, max_action_dim]` to start from, in place of a draw.
-
-        Returns:
-            Normalised actions float32 `[B, H, A]`.
-        """
-        if noise is None:
-            noise = self.initial_noise(batch.batch_size, generator, self.network_sizes.head.max_action_dim)
-        actions = self.model.action_head.denoise(self.observe(batch), noise, self.denoising_steps)
-        return actions[..., : self.action_normalizer.dim]
+    def sample_time(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Draws flow times as the checkpoint's configuration says."""
+        return self.model.action_head.sample_time(shape, device)
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:
         """Writes the weights as a checkpoint directory under NVIDIA's names, adapters merged.

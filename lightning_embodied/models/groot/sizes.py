@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.groot.action_head import ActionHeadSizes
 from lightning_embodied.models.groot.qwen3 import Qwen3Sizes
 from lightning_embodied.models.groot.transformer import TransformerSizes
 from lightning_embodied.models.siglip import SiglipConfig
-from lightning_embodied.models.sizes import changed_sizes
-
-Preset = Literal["base", "tiny"]
+from lightning_embodied.models.sizes import check_divisible
 
 _VISION, _LANGUAGE, _HEAD = SiglipConfig(), Qwen3Sizes(), ActionHeadSizes()
 
@@ -43,38 +39,16 @@ class GrootSizes:
                 expected="equal values",
             )
         vision, language = self.vision, self.language
-        rules = (
-            ("vision.image_size", vision.image_size, "vision.patch_size", vision.patch_size),
-            ("vision.hidden_size", vision.hidden_size, "vision.num_attention_heads", vision.num_attention_heads),
-            ("language.num_attention_heads", language.num_attention_heads, "language.num_key_value_heads",
-             language.num_key_value_heads),
-            ("language.head_dim", language.head_dim, "2", 2),
-            ("head.diffusion_model (heads times head width)", self.head.diffusion_model.width, "2", 2),
+        check_divisible(
+            (
+                ("vision.image_size", vision.image_size, "vision.patch_size", vision.patch_size),
+                ("vision.hidden_size", vision.hidden_size, "vision.num_attention_heads", vision.num_attention_heads),
+                ("language.num_attention_heads", language.num_attention_heads, "language.num_key_value_heads",
+                 language.num_key_value_heads),
+                ("language.head_dim", language.head_dim, "2", 2),
+                ("head.diffusion_model (heads times head width)", self.head.diffusion_model.width, "2", 2),
+            )
         )  # fmt: skip
-        for name, value, divisor, number in rules:
-            if value % number:
-                raise ConfigError(
-                    "a size does not divide", where=f"sizes: {name}", found=value, expected=f"a multiple of {divisor}"
-                )
-
-    @classmethod
-    def of(cls, preset: Preset, changes: Mapping[str, Any] | None = None) -> GrootSizes:
-        """A preset with some values changed.
-
-        Args:
-            preset: `base` are the published sizes, `tiny` trains on a CPU.
-            changes: `vision`, `language` and `head` to mappings of names to values.
-
-        Raises:
-            ConfigError: A name is unknown, a value is no size, or the sizes do not fit each other.
-        """
-        if preset not in PRESETS:
-            raise ConfigError("no such preset", where="preset", found=preset, expected=", ".join(PRESETS))
-        return changed_sizes(PRESETS[preset], changes or {})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; `GrootSizes.of` takes them as changes."""
-        return asdict(self)
 
 
 PRESETS: dict[str, GrootSizes] = {

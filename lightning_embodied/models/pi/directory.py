@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from os import PathLike
 from typing import Any
 
@@ -32,7 +33,7 @@ class PretrainedDirectory(CheckpointDirectory):
     def read_arguments(self) -> dict[str, Any]:
         """Sizes and denoising steps."""
         sizes = sizes_of(self.config, self.lerobot_type)
-        return {"sizes": sizes.to_dict(), "denoising_steps": denoising_steps_of(self.config)}
+        return {"sizes": asdict(sizes), "denoising_steps": denoising_steps_of(self.config)}
 
     def places(self, stored: Iterable[str]) -> dict[str, str]:
         """Which stored tensor is which parameter; LeRobot puts `model.` before the names."""

@@ -8,27 +8,28 @@ denoising; the numbers are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
-from lightning_embodied.models.loss import LossTerms
-from lightning_embodied.models.module import Generators
+from lightning_embodied.models.checks import check_limit, check_names, check_patches, check_prompt, check_words
+from lightning_embodied.models.flow_module import Velocity
 from lightning_embodied.models.normalizer import Normalization
-from lightning_embodied.models.pi.checks import check_encoder, check_options
 from lightning_embodied.models.pi.directory import PretrainedDirectory
 from lightning_embodied.models.pi.export import save_directory
 from lightning_embodied.models.pi.network import PiNetwork
-from lightning_embodied.models.pi.sizes import PiSizes, Preset
+from lightning_embodied.models.pi.sizes import PRESETS
 from lightning_embodied.models.prefix import Prefix, PrefixOrder
 from lightning_embodied.models.pretrained import PretrainedPolicy
+from lightning_embodied.models.sizes import Preset, preset_sizes
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.packing import PackedBatch
 
+Frozen = Literal["nothing", "vision", "prefix"]
 Tower = Literal["vision", "language", "expert"]
 
 
@@ -43,12 +44,9 @@ class PiPolicy(PretrainedPolicy):
             writes hold all weights: `load_policy` needs the directory no more, only resuming looks for it again.
         freeze: `vision` trains all but the picture tower, `prefix` only the action expert and its projections.
         activation_checkpointing: Towers whose activations are computed again in the backward pass instead of kept.
-        noise_samples_per_observation: Noise and time draws per observation and step; they share one prefix, so each
-            further draw costs only the action expert.
-        denoising_steps: Euler steps from noise to actions at inference.
         learning_rate: Peak learning rate.
         final_learning_rate: Learning rate at the end, as a share of the peak.
-        kwargs: Options of `PolicyModule`.
+        kwargs: Options of `FlowMatchingModule` and `PolicyModule`.
 
     Attributes:
         network_sizes: The sizes that `preset` and `sizes` come to.
@@ -65,10 +63,8 @@ class PiPolicy(PretrainedPolicy):
         preset: Preset = "base",
         sizes: dict[str, Any] | None = None,
         pretrained: str | None = None,
-        freeze: Literal["nothing", "vision", "prefix"] = "nothing",
+        freeze: Frozen = "nothing",
         activation_checkpointing: Sequence[Tower] = (),
-        noise_samples_per_observation: int = 1,
-        denoising_steps: int = 10,
         learning_rate: float = 2.5e-5,
         final_learning_rate: float = 0.1,
         **kwargs: Any,  # noqa: ANN401
@@ -76,12 +72,12 @@ class PiPolicy(PretrainedPolicy):
         super().__init__(
             pretrained=pretrained, learning_rate=learning_rate, final_learning_rate=final_learning_rate, **kwargs
         )
-        self.network_sizes = PiSizes.of(preset, sizes)
+        self.network_sizes = preset_sizes(PRESETS, preset, sizes)
         self.freeze_parts = freeze
         self.activation_checkpointing = tuple(activation_checkpointing)
-        self.noise_samples_per_observation = noise_samples_per_observation
-        self.denoising_steps = denoising_steps
-        check_options(self)
+        where = type(self).__name__
+        check_names(f"{where}(freeze=…)", [freeze], get_args(Frozen))
+        check_names(f"{where}(activation_checkpointing=…)", activation_checkpointing, get_args(Tower))
 
     @classmethod
     def open_directory(cls, path: str | PathLike[str], revision: str | None = None) -> PretrainedDirectory:
@@ -90,7 +86,14 @@ class PiPolicy(PretrainedPolicy):
 
     def check_spec(self, spec: PolicySpec) -> None:
         """Raises `ConfigError` if samples are encoded otherwise than the network reads them."""
-        check_encoder(self, spec)
+        sizes = self.network_sizes
+        check_prompt(self.encoder, ("pi05", "pi0") if self.adaptive else ("pi0",))
+        check_patches(self.encoder, sizes.vision)
+        mend = "pretrained policies need PaliGemma's tokenizer: `tokenizer: google/paligemma-3b-pt-224`"
+        check_words(self.encoder, "vocab_size", sizes.vocab_size, mend)
+        check_limit("action dimensions", self.action_normalizer.dim, "max_action_dim", sizes.max_action_dim)
+        if not self.adaptive:
+            check_limit("state dimensions", self.state_normalizer.dim, "max_state_dim", sizes.max_state_dim)
 
     def make_network(self) -> PiNetwork:
         """The network with random weights."""
@@ -128,26 +131,14 @@ class PiPolicy(PretrainedPolicy):
         order = PrefixOrder.of(batch)
         return Prefix(self.model.encode_prefix(self.embed_prefix(batch), order), order.lengths, order.order)
 
-    def forward(self, batch: PackedBatch, noise: Tensor | None = None, time: Tensor | None = None) -> LossTerms:
-        """Squared error of the velocity over the action dimensions that the data has.
+    def observe(self, batch: PackedBatch) -> Velocity:
+        """Computes the prefix; see `FlowMatchingModule`."""
+        return partial(self.velocity, self.encode_prefix(batch), self.padded_state(batch))
 
-        Args:
-            batch: `B` samples.
-            noise: `[B, R, H, max_action_dim]`, `R` draws per sample; default: drawn.
-            time: `[B, R]`, flow times; default: drawn.
-        """
-        actions = self.normalized_actions(batch)[:, None]
-        dim, padding = actions.shape[-1], self.network_sizes.max_action_dim - actions.shape[-1]
-        actions = F.pad(actions, (0, padding))
-        draws = (batch.batch_size, self.noise_samples_per_observation)
-        if noise is None:
-            noise = torch.randn(*draws, *actions.shape[2:], device=actions.device, dtype=actions.dtype)
-        if time is None:
-            time = sample_time(draws, actions.device)
-        state = self.padded_state(batch)
-        velocity = self.velocity(self.encode_prefix(batch), interpolate(actions, noise, time), time, state)
-        losses = (velocity - velocity_target(actions, noise)).square()[..., :dim]
-        return LossTerms.of_actions(losses, batch.action_is_pad, batch.loss_weight)
+    @property
+    def action_width(self) -> int:
+        """Width of the action vectors inside the network."""
+        return self.network_sizes.max_action_dim
 
     def padded_state(self, batch: PackedBatch) -> Tensor:
         """Normalised states with zeros behind: float32 `[B, max_state_dim]`; pi0.5 reads none, so `[B, 0]`."""
@@ -156,14 +147,14 @@ class PiPolicy(PretrainedPolicy):
         state = self.normalized_state(batch)
         return F.pad(state, (0, self.network_sizes.max_state_dim - state.shape[-1]))
 
-    def velocity(self, prefix: Prefix, noisy: Tensor, time: Tensor, state: Tensor) -> Tensor:
+    def velocity(self, prefix: Prefix, state: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
         """Velocities of `R` noisy chunks per sample.
 
         Args:
             prefix: Of `B` samples.
+            state: `padded_state`, `[B, …]`.
             noisy: `[B, R, H, max_action_dim]`, in the order of the batch.
             time: `[B, R]`.
-            state: `padded_state`, `[B, …]`.
 
         Returns:
             float32, shaped like `noisy`.
@@ -172,32 +163,7 @@ class PiPolicy(PretrainedPolicy):
         layout = prefix.layout(self.model.suffix_blocks(noisy.shape[2]), draws)
         rows = [part[order].flatten(0, 1) for part in (noisy, time, state[:, None].expand(-1, draws, -1))]
         velocity = self.model.velocity(rows[0], rows[1], prefix.cache, layout, rows[2])
-        return velocity.view_as(noisy)[order.argsort()]
-
-    def sample_actions(
-        self, batch: PackedBatch, *, generator: Generators | None = None, noise: Tensor | None = None
-    ) -> Tensor:
-        """Denoises action chunks; the prefix is computed once for all steps.
-
-        Args:
-            batch: `B` observations.
-            generator: Source of the noise, one generator or one a row; default: see `sampling_seed`.
-            noise: `[B, H, max_action_dim]` to start from, in place of a draw.
-
-        Returns:
-            Normalised actions float32 `[B, H, A]`.
-        """
-        if noise is None:
-            noise = self.initial_noise(batch.batch_size, generator, self.network_sizes.max_action_dim)
-        prefix = self.encode_prefix(batch)
-        layout = prefix.layout(self.model.suffix_blocks(noise.shape[1]))
-        state = self.padded_state(batch)[prefix.order]
-
-        def velocity(chunks: Tensor, times: Tensor) -> Tensor:
-            return self.model.velocity(chunks, times, prefix.cache, layout, state)
-
-        actions = euler_sample(velocity, noise[prefix.order], self.denoising_steps)
-        return actions[prefix.order.argsort()][..., : self.action_normalizer.dim]
+        return velocity.view_as(noisy)[prefix.back]
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:
         """Writes the weights as a directory that LeRobot's `from_pretrained` reads, and ours.

@@ -6,15 +6,11 @@ The published towers are SigLIP So400m/14, Gemma 2B and a Gemma of 300M paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.siglip import SiglipConfig
-from lightning_embodied.models.sizes import changed_sizes
-
-Preset = Literal["base", "tiny"]
+from lightning_embodied.models.sizes import check_divisible
 
 
 @dataclass(frozen=True)
@@ -74,41 +70,16 @@ class PiSizes:
                     found=f"{found[0]} and {found[1]}",
                     expected="equal values",
                 )
-        rules = (
-            ("vision.image_size", self.vision.image_size, self.vision.patch_size, "vision.patch_size"),
+        vision = self.vision
+        check_divisible(
             (
-                "vision.hidden_size",
-                self.vision.hidden_size,
-                self.vision.num_attention_heads,
-                "vision.num_attention_heads",
-            ),
-            ("language.heads", self.language.heads, self.language.kv_heads, "language.kv_heads"),
-            ("language.head_dim", self.language.head_dim, 2, "2"),
-            ("expert.width", self.expert.width, 2, "2"),
+                ("vision.image_size", vision.image_size, "vision.patch_size", vision.patch_size),
+                ("vision.hidden_size", vision.hidden_size, "vision.num_attention_heads", vision.num_attention_heads),
+                ("language.heads", self.language.heads, "language.kv_heads", self.language.kv_heads),
+                ("language.head_dim", self.language.head_dim, "2", 2),
+                ("expert.width", self.expert.width, "2", 2),
+            )
         )
-        for name, value, divisor, of in rules:
-            if divisor < 1 or value % divisor:
-                expected = f"a multiple of {of}" + ("" if of == "2" else f" ({divisor})")
-                raise ConfigError("a size does not divide", where=f"sizes: {name}", found=value, expected=expected)
-
-    @classmethod
-    def of(cls, preset: Preset, changes: Mapping[str, Any] | None = None) -> PiSizes:
-        """A preset with some values changed.
-
-        Args:
-            preset: `base` are the published sizes, `tiny` trains on a CPU.
-            changes: Names of this class to values; those of a tower are a mapping again.
-
-        Raises:
-            ConfigError: A name is unknown, a value is no size, or the sizes do not fit each other.
-        """
-        if preset not in PRESETS:
-            raise ConfigError("no such preset", where="preset", found=preset, expected=", ".join(PRESETS))
-        return changed_sizes(PRESETS[preset], changes or {})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; `PiSizes.of` takes them as changes."""
-        return asdict(self)
 
 
 PRESETS: dict[str, PiSizes] = {

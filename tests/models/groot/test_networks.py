@@ -9,7 +9,8 @@ import json
 import pytest
 import torch
 
-from lightning_embodied.models.groot.action_head import ActionHead, ActionHeadSizes, interpolate
+from lightning_embodied.models.flow_matching import euler_sample, interpolate
+from lightning_embodied.models.groot.action_head import ActionHead, ActionHeadSizes
 from lightning_embodied.models.groot.backbone import EagleBackbone
 from lightning_embodied.models.groot.qwen3 import Qwen3Sizes
 from lightning_embodied.models.siglip import SiglipConfig
@@ -24,9 +25,19 @@ def observe(head, data, lengths):
     return head.observe(features, rows_of(lengths), data["state"][:, 0], data["embodiment_id"])
 
 
+def denoise(head, data, lengths, steps):
+    """Sampled actions `[B, H, A]`."""
+    observed = observe(head, data, lengths)
+
+    def velocity(noisy, time):
+        return head(observed, noisy, head.discretize(time))
+
+    return euler_sample(velocity, data["initial_noise"][:, None], steps, noise_time=0)[:, 0]
+
+
 def velocity_of(head, data, lengths):
     """Predicted and true velocities `[B, H, A]`."""
-    noisy = interpolate(data["action"], data["noise"], data["time"])[:, None]
+    noisy = interpolate(data["noise"], data["action"], data["time"])[:, None]
     timestep = head.discretize(data["time"])[:, None]
     return head(observe(head, data, lengths), noisy, timestep)[:, 0], data["action"] - data["noise"]
 
@@ -54,9 +65,9 @@ def test_padding_taken_for_tokens_is_nvidias_batch(head):
 @pytest.mark.parametrize("steps", [4, 10])
 def test_sampled_actions(head, steps):
     data = golden(HEAD)
-    observed = observe(head, data, [13] * 4)
     expected = data[f"sampled_actions_{steps}_steps"]
-    assert torch.allclose(head.denoise(observed, data["initial_noise"], steps), expected, atol=ATOL)
+    assert torch.allclose(denoise(head, data, [13] * 4, steps), expected, atol=ATOL)
+    observed = observe(head, data, [13] * 4)
     first = head(observed, data["initial_noise"][:, None], torch.zeros(4, 1, dtype=torch.int64))[:, 0]
     assert torch.allclose(first, data[f"first_step_velocity_{steps}_steps"], atol=ATOL)
 
@@ -64,7 +75,7 @@ def test_sampled_actions(head, steps):
 def test_packed_samples_equal_those_run_alone_without_padding(head):
     data = golden(HEAD)
     predicted, target = velocity_of(head, data, LENGTHS)
-    sampled = head.denoise(observe(head, data, LENGTHS), data["initial_noise"], 4)
+    sampled = denoise(head, data, LENGTHS, 4)
     for sample in range(4):
         assert torch.allclose(predicted[sample], data[f"unpadded/{sample}/predicted_velocity"][0], atol=ATOL)
         assert torch.allclose(sampled[sample], data[f"unpadded/{sample}/sampled_actions_4_steps"][0], atol=ATOL)
@@ -95,6 +106,13 @@ def test_one_embodiment_for_all_equals_the_same_number_for_each(head):
     data = golden(HEAD)
     each = velocity_of(head, {**data, "embodiment_id": torch.full((4,), 2)}, LENGTHS)[0]
     assert torch.allclose(velocity_of(head, {**data, "embodiment_id": 2}, LENGTHS)[0], each, atol=1e-6)
+
+
+def test_flow_times_are_the_buckets_that_nvidia_counts(head):
+    for steps in range(1, 101):
+        times = []
+        euler_sample(lambda x, t, times=times: times.append(t) or x, torch.zeros(1, 1, 1), steps, noise_time=0)
+        assert head.discretize(torch.cat(times)).tolist() == [int(step / steps * 1000) for step in range(steps)]
 
 
 def test_flow_times_favour_noise(head):

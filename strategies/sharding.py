@@ -23,7 +23,7 @@ from lightning_embodied.errors import ConfigError
 from lightning_embodied.strategies.sharding_checks import check_sharded, synchronize_initial_values
 from lightning_embodied.strategies.sharding_methods import register_forward_methods
 from lightning_embodied.strategies.sharding_optimizer import ParameterNames
-from lightning_embodied.strategies.sharding_units import parts_of, repeated_layers, select_modules
+from lightning_embodied.strategies.sharding_units import is_called, parts_of, repeated_layers, select_modules
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -84,7 +84,8 @@ class Sharding:
         taken: set[nn.Module] = set()
         groups = []
         for unit in (m for m in reversed(list(root.modules())) if m in joint or m in whole):
-            group = [part for part in parts_of(unit) if part not in taken] if unit in joint else [unit]
+            together = unit in joint or not is_called(unit)
+            group = [part for part in parts_of(unit) if part not in taken] if together else [unit]
             taken.update(unit.modules())
             groups.append(group)
         return [group for group in groups if group]

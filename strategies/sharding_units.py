@@ -52,9 +52,14 @@ def parts_of(unit: nn.Module) -> list[nn.Module]:
     return [module for module in unit.modules() if any(True for _ in module.parameters(recurse=False))]
 
 
+def is_called(unit: nn.Module) -> bool:
+    """Whether a module has a `forward` that can be called at all."""
+    return type(unit).forward is not nn.Module.forward
+
+
 def _has_parameters(module: nn.Module) -> bool:
-    callable_itself = type(module).forward is not nn.Module.forward
-    return callable_itself and any(True for _ in module.parameters())
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict) and not is_called(module)
+    return not container and any(True for _ in module.parameters())
 
 
 def _has_children(module: nn.Module) -> bool:

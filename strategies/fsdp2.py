@@ -57,7 +57,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         weights_prefix: str = "",
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(data_parallel_size="auto", tensor_parallel_size=1, **kwargs)
         self.units, self.joint_units = units, tuple(joint_units)
         self.replicate = replicate
         self.activation_checkpointing = tuple(activation_checkpointing)
@@ -68,7 +68,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Joins the ranks; Lightning's mesh has them all in its data-parallel dimension, for samplers to read."""
-        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+        self._data_parallel_size = self.world_size
         super().setup_environment()
 
     def sharding_mesh(self) -> DeviceMesh:

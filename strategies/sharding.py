@@ -69,7 +69,7 @@ class Sharding:
         synchronize_initial_values(root)
         names, ties = ParameterNames(root), _ties(root)
         for module in recomputed:
-            module.forward = partial(_recomputing, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(_recomputing, module.forward)
         policy = MixedPrecisionPolicy(_dtype(self.param_dtype), _dtype(self.reduce_dtype), cast_forward_inputs=False)
         for group in [*groups, [root]]:
             _shard(group, mesh, policy)
@@ -133,7 +133,7 @@ class ShardedModule:
 
 def _shard(group: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     classes = [type(module) for module in group]
-    fully_shard(group if len(group) > 1 else group[0], mesh=mesh, mp_policy=policy)  # type: ignore[call-overload]
+    fully_shard(group if len(group) > 1 else group[0], mesh=mesh, mp_policy=policy)
     for module, original in zip(group, classes, strict=True):
         # torch derives a class `FSDP<name>`; checkpoints and messages that name the class mean the user's.
         sharded = type(module)

@@ -7,7 +7,7 @@ silence. Values are compared by their sum and norm in float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -120,7 +120,7 @@ def _floating(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
 
 
-def _differing(tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
+def _differing(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
     if not tensors:
         return []
     prints = _fingerprints(tensors.values()).tolist()

@@ -63,7 +63,9 @@ class _Calls:
 
 
 def _unit_not_called(root: nn.Module, error: RuntimeError) -> Exception:
-    units = [type(module).__name__ for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
+    units = [
+        type(module).__name__ for module in root.modules() if isinstance(module, FSDPModule) and module is not root
+    ]
     return ConfigError(
         "sharded parameters were used without calling the `forward` of their unit, so nothing gathered them",
         where=", ".join(dict.fromkeys(units)) or type(root).__name__,

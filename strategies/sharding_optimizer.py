@@ -6,9 +6,9 @@ Sharding replaces every parameter. An optimizer that still holds the old ones st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -25,7 +25,8 @@ class ParameterNames:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = WeakTensorKeyDictionary({param: name for name, param in module.named_parameters()})
+        names = {param: name for name, param in module.named_parameters()}
+        self._names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary(names)
 
     def rebind(self, optimizers: Iterable[Optimizer], module: nn.Module) -> None:
         """Replaces, in place, the parameters in the optimizers' groups by those of today's module.

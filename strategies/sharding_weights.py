@@ -36,7 +36,7 @@ def parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -60,7 +60,7 @@ def load_weights(module: nn.Module, path: str | PathLike[str], device: torch.dev
             is in no file and its module cannot initialise it.
     """
     empty = {name for name, param in module.named_parameters() if param.is_meta}
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
     named = {name: param for name, param in module.named_parameters() if name.startswith(prefix)}
     with _opened(Path(path)) as files:
         places = {name: name.removeprefix(prefix) for name in named if name.removeprefix(prefix) in files}
@@ -86,7 +86,7 @@ def _read_rows(param: nn.Parameter, stored: Any, where: str) -> None:  # noqa: A
         if not isinstance(param, DTensor):
             param.copy_(stored[:])
             return
-        (chunk,) = param.__create_chunk_list__()
+        (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
         rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
         if chunk.sizes[0]:
             param.to_local().copy_(stored[rows])

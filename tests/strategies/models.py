@@ -53,7 +53,8 @@ class JointTowers(nn.Module):
         a = b = self.stem(x)[:, None]
         for left, right in zip(self.left, self.right, strict=True):
             query, key, value = (
-                torch.cat((getattr(left, part)(a), getattr(right, part)(b)), dim=1) for part in ("query", "key", "value")
+                torch.cat((getattr(left, part)(a), getattr(right, part)(b)), dim=1)
+                for part in ("query", "key", "value")
             )
             attended = F.scaled_dot_product_attention(query, key, value)
             a, b = a + left.out(attended[:, :1]), b + right.out(attended[:, 1:])

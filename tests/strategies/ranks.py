@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lightning.pytorch", "safetensors"]
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lightning.pytorch", "lightning_embodied.models"]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:

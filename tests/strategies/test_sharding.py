@@ -155,7 +155,7 @@ def test_tied_parameters_stay_tied_or_are_refused(one_rank):
     tied = Tied(tie_within_root=True)
     Sharding().apply(tied, one_rank)
     assert tied.again.weight is tied.stem.weight
-    with pytest.raises(ConfigError, match="blocks.0.up.weight and blocks.1.up.weight"):
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight and blocks\.1\.up\.weight"):
         Sharding().apply(Tied(tie_within_root=False), one_rank)
 
 

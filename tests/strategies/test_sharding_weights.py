@@ -17,7 +17,8 @@ from tests.strategies.models import Stack
 from tests.strategies.ranks import PeakMemory, run_ranks
 
 CPU = torch.device("cpu")
-WIDTH, DEPTH = 512, 8  # eight layers of 8.4 MB
+WIDTH, DEPTH = 1024, 2  # four matrices of 16.8 MB
+HUGE_PAGES = 4 * 2 * 2**21  # of each, the first and the last page of its rows hold other rows as well
 
 
 class TouchedBytes(TorchDispatchMode):
@@ -35,7 +36,9 @@ class TouchedBytes(TorchDispatchMode):
 
     def _touched(self) -> int:
         maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-        return sum(int(re.search(r"^Rss:\s+(\d+)", one, re.MULTILINE)[1]) for one in maps if str(self.path) in one) * 1024
+        return (
+            sum(int(re.search(r"^Rss:\s+(\d+)", one, re.MULTILINE)[1]) for one in maps if str(self.path) in one) * 1024
+        )
 
 
 def read_my_rows(rank: int, ranks: int, path: Path) -> dict[str, int]:
@@ -64,8 +67,8 @@ def test_a_rank_reads_and_holds_its_rows_only(tmp_path, ranks):
     for found in run_ranks(ranks, read_my_rows, tmp_path / "ranks", ranks, path):
         assert found["equal"]
         assert found["held"] == pytest.approx(size / ranks, rel=0.01)
-        assert size / ranks * 0.9 < found["read"] < size / ranks * 1.15
-        assert found["peak"] < size / ranks * 2.5  # the rows, once in the file's pages and once in memory
+        assert size / ranks * 0.9 < found["read"] < size / ranks + HUGE_PAGES < size
+        assert found["peak"] < found["held"] + found["read"] + 2**23  # never the whole model
 
 
 @pytest.fixture

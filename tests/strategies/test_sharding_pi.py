@@ -59,6 +59,8 @@ def test_weights_and_actions_are_those_of_ddp(tmp_path):
         weights, actions = found["ddp"]
         for kind in ("fsdp", "hsdp"):
             for name, value in weights.items():
+                if name.endswith("k_proj.bias"):
+                    continue  # its gradient is zero but for rounding, which AdamW magnifies
                 torch.testing.assert_close(found[kind][0][name], value, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
             torch.testing.assert_close(found[kind][1], actions, rtol=1e-4, atol=1e-5)
 

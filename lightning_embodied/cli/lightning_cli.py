@@ -28,7 +28,7 @@ from lightning_embodied.errors import ConfigError, import_extra
 
 WandbMode = Literal["auto", "online", "offline", "disabled"]  # W&B's own words; `off` would be False in YAML
 
-_ROOMS = ("data", "packing", "models", "precision", "callbacks", "strategies")  # short class names in YAML come from here
+_ROOMS = ("data", "packing", "models", "precision", "callbacks", "strategies")  # YAML finds class names of theirs
 
 
 class EmbodiedArgumentParser(ReadableErrors, LightningArgumentParser):

@@ -4,18 +4,22 @@
 
 Every attention backend that the machine has is compared with dense attention in fp64, forward and backward, on the
 shapes that break kernels; then attention, pi0.5's blocks, shared prefixes and a packed training step are timed against
-what they replace, with peak memory. Without a CUDA device it says so and succeeds; it fails if a comparison does.
+what they replace, then pi0.5's training step and denoising, with peak memory. Without a CUDA device it says so and
+succeeds; it fails if a comparison does.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from attention import packed_against_padded, pi05_blocks, shared_prefixes
 from packing import train_steps
+from pi05_step import SMALL_WIDTHS, Scale, denoising, shared_prefix, training
 from robot_mixture import mixture
 from timing import Bench, table
 from torch import Tensor
@@ -36,6 +40,7 @@ class Size:
         step: Arguments of the training step.
         block: Arguments of pi0.5's blocks.
         draws: Arguments of the shared prefixes.
+        policy: Of pi0.5.
         seconds: Of each timing.
         deadline: Seconds after which no further timing is begun.
     """
@@ -44,6 +49,7 @@ class Size:
     step: dict[str, int]
     block: dict[str, int]
     draws: dict[str, tuple[int, ...] | int]
+    policy: Scale
     seconds: float
     deadline: float
 
@@ -53,17 +59,34 @@ FULL = Size(
     step={"width": 1024, "heads": 16, "depth": 4, "number": 64, "longest": 1024, "shrink": 1},
     block={"image": 256, "text": 200, "heads": 8, "dim": 256},
     draws={"used": (968, 712, 300, 968), "heads": 8, "dim": 256},
+    policy=Scale(  # the published widths, four layers of each tower: 0.6 billion parameters
+        {
+            "vision": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 4,
+                       "num_attention_heads": 16, "image_size": 224, "patch_size": 14},
+            "language": {"width": 2048, "depth": 4, "heads": 8, "head_dim": 256, "mlp_width": 16_384},
+            "expert": {"width": 1024, "depth": 4, "heads": 8, "head_dim": 256, "mlp_width": 4096},
+            "max_action_dim": 32,
+        },
+        samples=8,
+    ),
     seconds=2.0,
     deadline=240.0,
-)
+)  # fmt: skip
 SMALL = Size(
     attention=(3, 50),
     step={"width": 16, "heads": 2, "depth": 1, "number": 64, "longest": 24, "shrink": 100},
     block={"image": 4, "text": 6, "horizon": 3, "heads": 2, "dim": 8},
     draws={"used": (5, 3), "horizon": 3, "heads": 2, "dim": 8},
+    policy=Scale(
+        {
+            "vision": {**SMALL_WIDTHS.sizes["vision"], "hidden_size": 16, "intermediate_size": 16, "image_size": 28},
+            "max_action_dim": 8,
+        },
+        samples=2, prompt=6, used=3, horizon=3,
+    ),
     seconds=0.0,
     deadline=600.0,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -200,13 +223,19 @@ def time_all(bench: Bench, size: Size, stop: float) -> list[str]:
         "8 heads x 256, 1 kv head": (lengths, 8, 1, 256),
         "equal lengths (no gain)": ([max(lengths) // 2] * (samples // 2), 16, 16, 64),
     }
-    query = torch.empty(0, 1, 64, device=bench.device, dtype=bench.dtype)
-    names = [backend.name for backend in attention_backends() if backend.takes(query) and backend.name != "reference"]
-    parts = {f"attention by {name}": (packed_against_padded, (attention, name), {}) for name in names}
+    parts: dict[str, tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = {}
+    for backend in attention_backends():
+        queries = {name: torch.empty(0, 1, case[3]).to(bench.device, bench.dtype) for name, case in attention.items()}
+        taken = {name: attention[name] for name, query in queries.items() if backend.takes(query)}
+        if taken and backend.name != "reference":
+            parts[f"attention by {backend.name}"] = packed_against_padded, (taken, backend.name), {}
     parts |= {
         "pi0.5's blocks": (pi05_blocks, (), size.block),
         "shared prefixes": (shared_prefixes, (), size.draws),
         "training step": (train_steps, (), size.step),
+        "pi0.5's training step": (training, (size.policy,), {}),
+        "pi0.5's draws": (shared_prefix, (size.policy,), {}),
+        "pi0.5's denoising": (denoising, (size.policy,), {}),
     }
     failed = []
     for name, (part, arguments, options) in parts.items():
@@ -250,6 +279,7 @@ def main() -> int:
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     print(f"{torch.cuda.get_device_name()}, compute capability {capability}, torch {torch.__version__}")
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its gradients may be NaN on Hopper (torch 2.11 to 2.13)
     return int(bool(run("cuda", torch.bfloat16, FULL, scale=10)))
 
 

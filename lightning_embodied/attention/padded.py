@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_embodied.attention.segments import Segments
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Not cuDNN's: with a mask its gradients may be NaN on Hopper (pytorch/pytorch issue 196678, torch 2.11 to 2.13)."""
 
 
 def varlen_attention_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
@@ -25,7 +29,8 @@ def varlen_attention_padded(query: Tensor, key: Tensor, value: Tensor, segments:
     seen = _seen(cu_q.diff(), cu_k.diff(), max_q, max_k, causal)
     blind = ~seen.any(dim=3, keepdim=True)
     # A softmax over nothing is NaN, and so is its gradient: such a query sees everything, and then counts for nothing.
-    out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen | blind, scale=scale)
+    with sdpa_kernel(_KERNELS):
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen | blind, scale=scale)
     out = out.masked_fill(blind, 0.0)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows_q)
 

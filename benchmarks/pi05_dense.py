@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_embodied.models import Pi05Policy
-from lightning_embodied.models.pi.gemma import GemmaLayer, rotate_halves, rotation_of
+from lightning_embodied.models.pi.gemma import GemmaLayer
 from lightning_embodied.models.pi.precision import to_compute_dtype
+from lightning_embodied.models.rotary import rotate_halves, rotation_of
 
 MASKED = -2.3819763e38
 

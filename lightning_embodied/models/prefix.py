@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,12 +26,18 @@ class Prefix:
         cache: Keys and values of every layer.
         lengths: Tokens of each observation, ascending.
         order: int64 `[B]`: which sample of the batch each one is.
+        back: int64 `[B]`: which of these observations each sample of the batch is.
     """
 
     cache: list[KeyValue]
     lengths: list[int]
     order: Tensor
+    back: Tensor = field(init=False)
     _layouts: dict[tuple[int, ...], PrefixSuffixLayout] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Finds the way back to the order of the batch."""
+        object.__setattr__(self, "back", self.order.argsort())
 
     def layout(self, suffix_blocks: Sequence[int], draws: int = 1) -> PrefixSuffixLayout:
         """How `draws` suffixes per observation read it; made once for all denoising steps."""
@@ -40,11 +45,6 @@ class Prefix:
         if key not in self._layouts:
             self._layouts[key] = PrefixSuffixLayout(self.lengths, suffix_blocks, draws, self.order.device)
         return self._layouts[key]
-
-    @cached_property
-    def back(self) -> Tensor:
-        """int64 `[B]`: which of these observations each sample of the batch is."""
-        return self.order.argsort()
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from lightning_embodied.errors import ConfigError
+from lightning_embodied.models.recompute import run_layer
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,7 @@ class _Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         for layer in self.layers:
-            recompute = self.recompute and torch.is_grad_enabled()
-            tokens = checkpoint(layer, tokens, use_reentrant=False) if recompute else layer(tokens)
+            tokens = run_layer(layer, tokens, recompute=self.recompute)
         return tokens
 
 

@@ -34,18 +34,17 @@ class PromptTokenizer:
         tokenizer_json: JSON text of the `tokenizers` library.
         style: How instructions are written.
         state_range: Between which values pi0.5's prompts discretise the state, if it is known already.
+
+    Attributes:
+        vocab_size: Number of the tokenizer's ids.
     """
 
     def __init__(self, tokenizer_json: str, style: PromptStyle, state_range: StateRange | None = None) -> None:
         self.json, self.style, self.state_range = tokenizer_json, style, state_range
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.vocab_size = int(self.tokenizer.get_vocab_size())
         self._remembered: dict[str, list[int]] = {}
         self._around: dict[int, list[list[int]]] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of the tokenizer's ids."""
-        return int(self.tokenizer.get_vocab_size())
 
     @property
     def words(self) -> int:

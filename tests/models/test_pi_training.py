@@ -228,6 +228,16 @@ def test_half_precision_keeps_weights_norms_and_time_in_float32(golden):
     assert all(torch.isfinite(parameter).all() for parameter in policy.parameters())
 
 
+def test_weights_in_half_precision_train_too(golden):
+    policy = golden.policy(learning_rate=1e-3)
+    before = policy.model.action_out_proj.weight.clone()
+    make_trainer(max_steps=2, precision="bf16-true").fit(policy, train_dataloaders=loader(golden, policy))
+    after = policy.model.action_out_proj.weight
+    assert after.dtype == torch.bfloat16
+    assert not torch.equal(after, before.bfloat16())
+    assert all(torch.isfinite(parameter).all() for parameter in policy.parameters())
+
+
 def test_half_precision_is_near_full_precision(golden):
     policy, (noise, time) = golden.policy(), draws(4)
     batch = golden.batch(policy, "mixed")

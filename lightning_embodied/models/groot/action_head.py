@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lightning_embodied.models.groot.embodiment import ActionEncoder, Embodiment, EmbodimentMLP
 from lightning_embodied.models.groot.qwen3 import Rows
-from lightning_embodied.models.groot.transformer import DiT, KeyValue, Segments, SelfAttention, TransformerSizes
+from lightning_embodied.models.groot.transformer import DiT, Segments, SelfAttention, TransformerSizes
+from lightning_embodied.models.prefix import KeyValue
 
 _DIT = TransformerSizes(num_layers=16, num_attention_heads=32, attention_head_dim=48)
 _SELF_ATTENTION = TransformerSizes(num_layers=4, num_attention_heads=32, attention_head_dim=64)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from lightning_embodied.attention import varlen_attention
+from lightning_embodied.models.recompute import run_layer
+from lightning_embodied.models.rotary import Rotation, rotate_halves, rotation_of
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,9 @@ class _Model(nn.Module):
         self.norm = RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
 
     def forward(self, tokens: Tensor, rows: Rows) -> Tensor:
-        rotation = _rotation(rows.position_ids, self.sizes.head_dim, self.sizes.rope_theta)
-        recompute = self.recompute and torch.is_grad_enabled()
+        rotation = rotation_of(rows.position_ids, self.sizes.head_dim, self.sizes.rope_theta)
         for layer in self.layers:
-            arguments = (tokens, rotation, rows)
-            tokens = checkpoint(layer, *arguments, use_reentrant=False) if recompute else layer(*arguments)
+            tokens = run_layer(layer, tokens, rotation, rows, recompute=self.recompute)
         features: Tensor = self.norm(tokens)
         return features
 
@@ -125,7 +123,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.mlp = _MLP(sizes)
 
-    def forward(self, tokens: Tensor, rotation: tuple[Tensor, Tensor], rows: Rows) -> Tensor:
+    def forward(self, tokens: Tensor, rotation: Rotation, rows: Rows) -> Tensor:
         tokens = tokens + self.self_attn(self.input_layernorm(tokens), rotation, rows)
         result: Tensor = tokens + self.mlp(self.post_attention_layernorm(tokens))
         return result
@@ -143,12 +141,12 @@ class _Attention(nn.Module):
         self.q_norm = RMSNorm(sizes.head_dim, eps=sizes.rms_norm_eps)
         self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.rms_norm_eps)
 
-    def forward(self, tokens: Tensor, rotation: tuple[Tensor, Tensor], rows: Rows) -> Tensor:
+    def forward(self, tokens: Tensor, rotation: Rotation, rows: Rows) -> Tensor:
         query, key, value = (
             projection(tokens).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = _rotate(self.q_norm(query), rotation), _rotate(self.k_norm(key), rotation)
+        query, key = rotate_halves(self.q_norm(query), rotation), rotate_halves(self.k_norm(key), rotation)
         cu, longest = rows.cu_seqlens, rows.max_seqlen
         attended = varlen_attention(query, key, value, cu, cu, longest, longest, causal=True)
         out: Tensor = self.o_proj(attended.flatten(1))
@@ -165,17 +163,3 @@ class _MLP(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(tokens)) * self.up_proj(tokens))
         return out
-
-
-def _rotation(position_ids: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[T, 1, head_dim / 2]`; no buffer, so that a model made on the meta device misses none."""
-    exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    angles = position_ids.float()[:, None, None] / base**exponents
-    return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on the pairs (i, i + head_dim / 2), as Qwen and LLaMA pair them."""
-    cos, sin = rotation
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

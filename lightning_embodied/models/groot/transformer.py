@@ -13,12 +13,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from lightning_embodied.attention import varlen_attention
 from lightning_embodied.models.groot.embodiment import sinusoids
-
-KeyValue = tuple[Tensor, Tensor]
+from lightning_embodied.models.prefix import KeyValue
+from lightning_embodied.models.recompute import run_layer
 
 TIME_FEATURES = 256
 
@@ -221,12 +220,9 @@ class DiT(nn.Module):
         """
         condition = self.timestep_encoder(timestep)
         own = Segments.equal(tokens.shape[0], tokens.shape[1], tokens.device)
-        recompute = self.recompute and torch.is_grad_enabled()
         for index, block in enumerate(self.transformer_blocks):
-            arguments = (
-                (tokens, own, None, condition) if index % 2 else (tokens, reading, contexts[index // 2], condition)
-            )
-            tokens = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
+            segments, context = (own, None) if index % 2 else (reading, contexts[index // 2])
+            tokens = run_layer(block, tokens, segments, context, condition, recompute=self.recompute)
         shift, scale = self.proj_out_1(F.silu(condition))[:, None].chunk(2, dim=-1)
         result: Tensor = self.proj_out_2(modulate(tokens, scale, shift, epsilon=1e-6))
         return result

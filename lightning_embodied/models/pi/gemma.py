@@ -16,25 +16,11 @@ from lightning_embodied.models.layers import modulate, rms_norm
 from lightning_embodied.models.pi.precision import at_least_float32, full_precision
 from lightning_embodied.models.pi.sizes import GemmaSizes
 from lightning_embodied.models.prefix import KeyValue
+from lightning_embodied.models.rotary import Rotation, rotate_halves
 from lightning_embodied.models.transformer import modulation
 
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, each float32 `[T, 1, head_dim / 2]`."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries `[T, heads, head_dim]`, keys and values `[T, kv_heads, head_dim]` to `[T, heads, head_dim]`."""
-
-
-def rotation_of(position_ids: Tensor, head_dim: int, base: float = 10_000.0) -> Rotation:
-    """Rotary positions (RoPE) of positions `[T]`."""
-    steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
-    angles = position_ids.float()[:, None, None] * base ** (-steps / head_dim)
-    return angles.cos(), angles.sin()
-
-
-def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
-    """Applies rotary positions to `[T, heads, head_dim]`, pairing dimension `i` with `i + head_dim / 2` as Gemma."""
-    (cos, sin), (first, second) = rotation, at_least_float32(x).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

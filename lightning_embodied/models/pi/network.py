@@ -14,14 +14,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from lightning_embodied.attention import PrefixSuffixLayout, varlen_attention
 from lightning_embodied.models.layers import time_embedding
-from lightning_embodied.models.pi.gemma import Attend, Gemma, Rotation, rotation_of
+from lightning_embodied.models.pi.gemma import Gemma
 from lightning_embodied.models.pi.precision import at_least_float32, full_precision, to_compute_dtype
 from lightning_embodied.models.pi.sizes import PiSizes
 from lightning_embodied.models.prefix import KeyValue, PrefixOrder
+from lightning_embodied.models.recompute import run_layer
+from lightning_embodied.models.rotary import rotation_of
 from lightning_embodied.models.siglip import SiglipVisionModel
 
 
@@ -113,7 +114,7 @@ class PiNetwork(nn.Module):
 
         cache: list[KeyValue] = []
         for layer in self.language.layers[:-1]:
-            x, key_value = self._run(self.language, layer, x, rotation, attend)
+            x, key_value = run_layer(layer, x, rotation, attend, recompute=self.language.recompute)
             cache.append(key_value)
         return [*cache, self.language.layers[-1](x, rotation, None)[1]]
 
@@ -141,7 +142,8 @@ class PiNetwork(nn.Module):
         rotation = rotation_of(layout.position_ids, self.expert.head_dim)
         x = to_compute_dtype(x)
         for layer, prefix in zip(self.expert.layers, cache, strict=True):
-            x, _ = self._run(self.expert, layer, x, rotation, partial(_attend, layout, prefix), condition)
+            attend = partial(_attend, layout, prefix)
+            x, _ = run_layer(layer, x, rotation, attend, condition, recompute=self.expert.recompute)
         x, _ = self.expert.norm(x, condition)
         with full_precision(x):
             out: Tensor = self.action_out_proj(x[:, -noisy.shape[1] :].to(self.action_out_proj.weight.dtype))
@@ -162,20 +164,6 @@ class PiNetwork(nn.Module):
             joined = torch.cat((actions, times[:, None].expand_as(actions)), dim=-1)
             actions = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(joined)))
             return torch.cat((self.state_proj(state.to(dtype))[:, None], actions), dim=1), None
-
-    @staticmethod
-    def _run(
-        tower: Gemma,
-        layer: nn.Module,
-        x: Tensor,
-        rotation: Rotation,
-        attend: Attend,
-        condition: Tensor | None = None,
-    ) -> tuple[Tensor, KeyValue]:
-        arguments = (x, rotation, attend, condition)
-        recompute = tower.recompute and torch.is_grad_enabled()
-        outputs = checkpoint(layer, *arguments, use_reentrant=False) if recompute else layer(*arguments)
-        return cast(tuple[Tensor, KeyValue], outputs)
 
 
 def _attend(layout: PrefixSuffixLayout, prefix: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -100,6 +100,23 @@ def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", (scores + mask).softmax(-1).to(value.dtype), value)
 
 
+def dense_mask(real: Tensor, horizon: int) -> Tensor:
+    """Float `[B, 1, T, T]` of prefixes, whose tokens exist where `real [B, P]` says, and `horizon` actions behind."""
+    valid = torch.cat([real, real.new_ones(real.shape[0], horizon)], 1)
+    block = torch.arange(valid.shape[1], device=real.device) >= real.shape[1]
+    seen = (block[None, :] <= block[:, None])[None] & valid[:, None]
+    return torch.where(seen, 0.0, -2.38e38)[:, None]
+
+
+def padded(prefix: Tensor, suffix: Tensor, real: Tensor, horizon: int) -> Tensor:
+    """Packed rows of prefixes and suffixes to `[B, T, heads, D]`, zeros where there is no token."""
+    size, fixed = real.shape
+    full = prefix.new_zeros(size, fixed + horizon, *prefix.shape[1:])
+    full[:, :fixed][real] = prefix
+    full[:, fixed:] = suffix.view(size, horizon, *suffix.shape[1:])
+    return full
+
+
 def pi05_blocks(
     bench: Bench, *, image: int = 128, text: int = 48, horizon: int = 50, heads: int = 8, dim: int = 32
 ) -> None:
@@ -113,16 +130,8 @@ def pi05_blocks(
         shapes = [(sum(used), n, dim) for n in (heads, 1, 1)] + [(size * horizon, n, dim) for n in (heads, 1, 1)]
         packed = [bench.randn(*shape) for shape in shapes]
         real = torch.arange(fixed, device=bench.device) < cu.diff()[:, None]
-        valid = torch.cat([real, torch.ones(size, horizon, dtype=torch.bool, device=bench.device)], 1)
-        block = torch.arange(fixed + horizon, device=bench.device) >= fixed
-        seen = (block[None, :] <= block[:, None])[None] & valid[:, None]
-        mask = torch.where(seen, 0.0, -2.38e38)[:, None].to(bench.dtype)
-        dense = []
-        for first, second in zip(packed[:3], packed[3:], strict=True):
-            full = torch.zeros(size, fixed + horizon, *first.shape[1:]).to(first)
-            full[:, :fixed][real] = first
-            full[:, fixed:] = second.view(size, horizon, *second.shape[1:])
-            dense.append(full)
+        mask = dense_mask(real, horizon).to(bench.dtype)
+        dense = [padded(*rows, real, horizon) for rows in zip(packed[:3], packed[3:], strict=True)]
 
         def ours(*p: Tensor, layout: PrefixSuffixLayout = layout, cu: Tensor = cu, longest: int = longest) -> Tensor:
             prefix = varlen_attention(p[0], p[1], p[2], cu, cu, longest, longest)

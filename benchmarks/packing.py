@@ -171,6 +171,11 @@ def train_steps(
     torch.manual_seed(0)
     layers = nn.ModuleList(Layer(width, heads) for _ in range(depth)).to(bench.device, bench.dtype)
     shape = f"{depth} layers of width {width}, {bench.dtype} on {bench.device}"
+    given_padding(bench, layers, number, longest, shape)
+    on_mixture(bench, layers, shrink, shape)
+
+
+def given_padding(bench: Bench, layers: nn.ModuleList, number: int, longest: int, shape: str) -> None:
     rows = []
     for share in (0.9, 0.6, 0.47, 0.2, 0.0):
         lengths = sorted(lengths_with_padding(share, longest, number))
@@ -178,6 +183,9 @@ def train_steps(
     few = sorted(lengths_with_padding(0.9, longest, number // 4))
     rows.append(row(bench, f"{len(few)} samples: {sum(few)} tokens", layers, few, longest))
     table(f"training step at a given padding: {number} samples padded to {longest}, {shape}", rows)
+
+
+def on_mixture(bench: Bench, layers: nn.ModuleList, shrink: int, shape: str) -> None:
     short = [max(1, length // shrink) for length in mixture(2000)]
     rows = []
     for size in (8, 32):

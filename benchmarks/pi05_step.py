@@ -273,5 +273,5 @@ def published_bounds(scale: Scale = SMALL_WIDTHS) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for part in (training, shared_prefix, denoising):
-        part(Bench(seconds=6.0))
+        part(Bench(seconds=4.0))
     published_bounds()

@@ -60,9 +60,9 @@ def test_shares_are_those_of_the_model():
 
 
 def test_a_thousand_ranks_shard_what_fsdp_can_and_hsdp_shards_within_its_group():
-    flat = imagined(Sharding("fsdp", 1024, 1024, ("Block",))).memory
-    hybrid = imagined(Sharding("hsdp", 1024, 8, ("Block",))).memory
-    eight = imagined(Sharding("fsdp", 8, 8, ("Block",))).memory
+    flat = imagined(Sharding("fsdp", 1024, 1024, ("Block",)), batch=1).memory
+    hybrid = imagined(Sharding("hsdp", 1024, 8, ("Block",)), batch=1).memory
+    eight = imagined(Sharding("fsdp", 8, 8, ("Block",)), batch=1).memory
     assert hybrid == eight
     assert flat.parameters < hybrid.parameters / 16
     # 128 rows over 1,024 ranks are gathered with 896 rows of padding

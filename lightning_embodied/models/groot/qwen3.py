@@ -77,10 +77,6 @@ class Qwen3(nn.Module):
         super().__init__()
         self.model = _Model(sizes)
         self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
-        self.tie_weights()
-
-    def tie_weights(self) -> None:
-        """Makes the language head the token embedding again, after tensors were assigned."""
         self.lm_head.weight = self.model.embed_tokens.weight
 
     def recompute_activations(self, recompute: bool) -> None:

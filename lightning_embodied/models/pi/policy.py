@@ -113,11 +113,6 @@ class PiPolicy(PretrainedPolicy):
         """Lets nothing train that nothing reads, adapters in the last prefix layer included."""
         self.model.freeze_unread()
 
-    @property
-    def parameters_without_gradient(self) -> list[str]:
-        """Names of the parameters that never train whatever is frozen: nothing reads them."""
-        return [f"model.{name}" for name in self.model.unread_parameters]
-
     def embed_prefix(self, batch: PackedBatch) -> Tensor:
         """Embeddings `[T, width]` of a batch's pictures and prompts."""
         pictures = self.model.embed_pictures(batch.pixel_values).flatten(0, 1)

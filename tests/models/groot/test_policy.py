@@ -165,12 +165,24 @@ def test_each_dataset_of_a_mixture_is_its_own_robot():
         assert not torch.allclose(mixed[1 - dataset :: 2], alone[1 - dataset :: 2], atol=1e-3)
 
 
-def test_recomputing_activations_changes_no_gradient():
+@pytest.mark.parametrize("parts", [["vision"], ["language"], ["head"], ["vision", "language", "head"]])
+def test_recomputing_activations_changes_no_gradient(parts):
     batch, (noise, time) = make_collator()(make_samples(5)), draws(5)
     plain = make_policy(tune_llm=True)
-    recomputing = make_policy(tune_llm=True, activation_checkpointing=["vision", "language", "head"])
+    recomputing = make_policy(tune_llm=True, activation_checkpointing=parts)
+    eagle = recomputing.model.backbone.eagle_model
+    layers = {
+        "vision": eagle.vision_model.vision_model.encoder.layers,
+        "language": eagle.language_model.model.layers,
+        "head": recomputing.model.action_head.model.transformer_blocks,
+    }
+    runs = dict.fromkeys(layers, 0)
+    for part, those in layers.items():
+        for layer in those:
+            layer.register_forward_pre_hook(lambda *_, part=part: runs.update({part: runs[part] + 1}))
     expected = gradients(plain, plain(batch, noise, time).total)
     assert_same_gradients(gradients(recomputing, recomputing(batch, noise, time).total), expected)
+    assert runs == {part: len(those) * (2 if part in parts else 1) for part, those in layers.items()}
 
 
 def test_only_dimensions_of_the_data_count():

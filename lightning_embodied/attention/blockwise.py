@@ -132,7 +132,7 @@ class PrefixSuffixLayout:
         suffix_rows = len(prefix_lengths) * draws * horizon
         self._calls, self._order = _plan(segments, suffix_rows, total + suffix_rows, device)
         firsts = torch.tensor(prefix_lengths, device=device).repeat_interleave(draws)
-        self.position_ids = (firsts[:, None] + torch.arange(horizon, device=device)).flatten()
+        self.position_ids = (firsts.unsqueeze(1) + torch.arange(horizon, device=device)).flatten()
 
     def attend(
         self,

@@ -27,7 +27,7 @@ def varlen_attention_padded(query: Tensor, key: Tensor, value: Tensor, segments:
     queries = _pad(query, rows_q, number, max_q)
     keys, values = (_pad(rows, rows_k, number, max_k).repeat_interleave(group, dim=1) for rows in (key, value))
     seen = _seen(cu_q.diff(), cu_k.diff(), max_q, max_k, causal)
-    blind = ~seen.any(dim=3, keepdim=True)
+    blind = seen.any(dim=3, keepdim=True).logical_not()
     # A softmax over nothing is NaN, and so is its gradient: such a query sees everything, and then counts for nothing.
     with sdpa_kernel(_KERNELS):
         out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen | blind, scale=scale)
@@ -42,11 +42,9 @@ def without_pairs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def _rows(cu_seqlens: Tensor, longest: int, tokens: int) -> Tensor:
     """Where each token lies in the flattened padded batch: int64 `[tokens]`."""
-    segments = torch.arange(cu_seqlens.shape[0] - 1, device=cu_seqlens.device)
-    shift = segments * longest - cu_seqlens[:-1]
-    return torch.arange(tokens, device=cu_seqlens.device) + shift.repeat_interleave(
-        cu_seqlens.diff(), output_size=tokens
-    )
+    starts, lengths = cu_seqlens.narrow(0, 0, cu_seqlens.shape[0] - 1), cu_seqlens.diff()
+    shift = torch.arange(lengths.shape[0], device=cu_seqlens.device) * longest - starts
+    return torch.arange(tokens, device=cu_seqlens.device) + shift.repeat_interleave(lengths, output_size=tokens)
 
 
 def _pad(rows: Tensor, places: Tensor, number: int, longest: int) -> Tensor:
@@ -58,9 +56,8 @@ def _pad(rows: Tensor, places: Tensor, number: int, longest: int) -> Tensor:
 def _seen(lengths_q: Tensor, lengths_k: Tensor, max_q: int, max_k: int, causal: bool) -> Tensor:
     """Which padded query sees which padded key: bool `[B, 1, 1 or max_q, max_k]`."""
     keys = torch.arange(max_k, device=lengths_k.device)
-    seen = (keys < lengths_k[:, None])[:, None, None]
+    seen = keys < lengths_k.view(-1, 1, 1, 1)
     if causal:
-        queries = torch.arange(max_q, device=lengths_q.device)
-        ends = queries + (lengths_k - lengths_q)[:, None]
-        seen = seen & (keys <= ends[:, None, :, None])
+        queries = torch.arange(max_q, device=lengths_q.device).view(-1, 1)
+        seen = seen & (keys <= queries + (lengths_k - lengths_q).view(-1, 1, 1, 1))
     return seen

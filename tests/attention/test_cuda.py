@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_embodied.attention import attention_backends
+from lightning_embodied.attention import BlockLayout, PrefixSuffixLayout, attention_backends, varlen_attention
 from lightning_embodied.attention.backends import _find_backends
 from lightning_embodied.attention.cuda import torch_varlen
 from lightning_embodied.attention.reference import varlen_attention_reference
 from lightning_embodied.attention.segments import Segments
+from lightning_embodied.errors import ConfigError
 
 HOPPER, BLACKWELL, AMPERE, VOLTA = (9, 0), (10, 0), (8, 0), (7, 0)
 
@@ -144,3 +145,37 @@ def test_padding_inside_reads_nothing_back_from_the_device():
     cu = torch.empty(4, dtype=torch.int32, device="meta")
     out = padded.kernel(query, query, query, Segments(cu, cu, 9, 9, True, 0.1))
     assert torch.autograd.grad(out.sum(), query)[0].shape == query.shape
+
+
+def on_cuda(*shapes, dtype=torch.bfloat16):
+    return [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
+
+
+def attend_to_prefix(backend):
+    layout = PrefixSuffixLayout([5, 3], [1, 4], draws=2, device="cuda")
+    query, *rows = on_cuda((20, 4, 64), (8, 1, 64), (8, 1, 64), (20, 1, 64), (20, 1, 64))
+    return layout.position_ids, layout.attend(query, tuple(rows[:2]), tuple(rows[2:]), backend=backend)
+
+
+def attend_to_blocks(backend):
+    layout = BlockLayout([[4, 1, 3], [2, 1, 1, 1]], device="cuda")
+    return (layout.attend(*on_cuda((13, 4, 64), (13, 2, 64), (13, 2, 64)), backend=backend),)
+
+
+@pytest.mark.parametrize("attend", [attend_to_prefix, attend_to_blocks], ids=lambda attend: attend.__name__)
+@pytest.mark.parametrize("backend", [None, "torch-varlen", "padded-sdpa"])
+def test_layouts_live_where_the_tokens_are(monkeypatch, attend, backend):
+    """Fake tensors refuse to mix devices, and say which kernel's rules are broken."""
+    monkeypatch.setattr("lightning_embodied.attention.backends._backends", _find_backends(HOPPER))
+    with FakeTensorMode():
+        results = attend(backend)
+    assert {result.device.type for result in results} == {"cuda"}
+    assert results[-1].shape[1:] == (4, 64)
+
+
+def test_a_forced_kernel_says_what_it_cannot_take(monkeypatch):
+    monkeypatch.setattr("lightning_embodied.attention.backends._backends", _find_backends(HOPPER))
+    with FakeTensorMode():
+        (query,), (cu,) = on_cuda((4, 2, 60), dtype=torch.float32), on_cuda((2,), dtype=torch.int32)
+        with pytest.raises(ConfigError, match="float32 on cuda, heads of 60"):
+            varlen_attention(query, query, query, cu, cu, 4, 4, backend="torch-varlen")

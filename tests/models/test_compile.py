@@ -1,5 +1,8 @@
 """Compiled layers of packed policies: one graph for all packs, no breaks, and what the policy computes without."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -51,3 +54,14 @@ def test_compiled_layers_compute_the_same_for_all_packs(make, compiler):
         assert found.keys() == values.keys()
         for name, value in values.items():
             assert (found[name] - value).abs().max() <= 1e-5 * max(1.0, float(value.abs().max())), name
+
+
+def test_the_documented_lines():
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "compile" in block]
+    policy, _, _ = pi05()
+    names = list(policy.state_dict())
+    exec(code, {"policy": policy})  # noqa: S102  the page's own lines
+    compiled = [name for name, module in policy.named_modules() if module._compiled_call_impl is not None]
+    assert len(compiled) == len(policy.model.language.layers) + len(policy.model.expert.layers)
+    assert list(policy.state_dict()) == names

@@ -1,18 +1,55 @@
-"""Lightning strategies; they run any LightningModule and use nothing else of this project but its errors."""
+"""Lightning strategies; they run any LightningModule and use nothing else of this project but its errors.
 
-from lightning_embodied.strategies.fsdp2 import FSDP2Strategy
-from lightning_embodied.strategies.sharding import ShardedModule, Sharding
-from lightning_embodied.strategies.sharding_checks import check_replicas, check_sharded
-from lightning_embodied.strategies.sharding_mesh import sharding_mesh
-from lightning_embodied.strategies.sharding_weights import load_weights, parameters_on_meta
+Names are imported when they are first used: the small processes that watch over a run need parts of this package and
+neither torch nor Lightning.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_embodied.strategies.async_checkpoint import AsyncShardedCheckpoint as AsyncShardedCheckpoint
+    from lightning_embodied.strategies.checkpoint_storage import latest_checkpoint as latest_checkpoint
+    from lightning_embodied.strategies.consolidation import consolidate as consolidate
+    from lightning_embodied.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
+    from lightning_embodied.strategies.sharding import ShardedModule as ShardedModule
+    from lightning_embodied.strategies.sharding import Sharding as Sharding
+    from lightning_embodied.strategies.sharding_checks import check_replicas as check_replicas
+    from lightning_embodied.strategies.sharding_checks import check_sharded as check_sharded
+    from lightning_embodied.strategies.sharding_mesh import sharding_mesh as sharding_mesh
+    from lightning_embodied.strategies.sharding_weights import load_weights as load_weights
+    from lightning_embodied.strategies.sharding_weights import parameters_on_meta as parameters_on_meta
+
+_HOMES = {
+    "AsyncShardedCheckpoint": "async_checkpoint",
+    "FSDP2Strategy": "fsdp2",
+    "ShardedModule": "sharding",
+    "Sharding": "sharding",
+    "check_replicas": "sharding_checks",
+    "check_sharded": "sharding_checks",
+    "consolidate": "consolidation",
+    "latest_checkpoint": "checkpoint_storage",
+    "load_weights": "sharding_weights",
+    "parameters_on_meta": "sharding_weights",
+    "sharding_mesh": "sharding_mesh",
+}
 
 __all__ = [
+    "AsyncShardedCheckpoint",
     "FSDP2Strategy",
     "ShardedModule",
     "Sharding",
     "check_replicas",
     "check_sharded",
+    "consolidate",
+    "latest_checkpoint",
     "load_weights",
     "parameters_on_meta",
     "sharding_mesh",
 ]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -7,18 +7,29 @@ refused. Beside Lightning's documented hooks it uses `Strategy._setup_model`, he
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
-from lightning_embodied.errors import ConfigError
+from lightning_embodied.errors import CheckpointError, ConfigError
+from lightning_embodied.strategies.async_checkpoint import AsyncShardedCheckpoint
+from lightning_embodied.strategies.checkpoint_storage import is_sharded_checkpoint
+from lightning_embodied.strategies.sharded_state import restore_sharded
 from lightning_embodied.strategies.sharding import Dtype, ShardedModule, Sharding
+from lightning_embodied.strategies.sharding_checks import check_replicas
 from lightning_embodied.strategies.sharding_mesh import sharding_mesh
 from lightning_embodied.strategies.sharding_weights import load_weights, parameters_on_meta
 
@@ -65,9 +76,22 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.forward_methods = tuple(forward_methods)
         self.weights, self.weights_prefix = weights, weights_prefix
         self.sharded: ShardedModule | None = None
+        self._failing = False
 
     def setup_environment(self) -> None:
-        """Joins the ranks; Lightning's mesh has them all in its data-parallel dimension, for samplers to read."""
+        """Joins the ranks; Lightning's mesh has them all in its data-parallel dimension, for samplers to read.
+
+        Raises:
+            ConfigError: The Trainer has a checkpoint plugin that could not write sharded checkpoints.
+        """
+        if self._save_distributed_checkpoint and not isinstance(self.checkpoint_io, AsyncShardedCheckpoint):
+            raise ConfigError(
+                "this checkpoint plugin cannot write sharded checkpoints",
+                where="trainer.plugins",
+                found=type(self.checkpoint_io).__name__,
+                expected="AsyncShardedCheckpoint, which is the default",
+                mend="leave it out, or set `save_distributed_checkpoint: false`",
+            )
         self._data_parallel_size = self.world_size
         super().setup_environment()
 
@@ -143,8 +167,91 @@ class FSDP2Strategy(ModelParallelStrategy):
         finally:
             self.sharded.defer_all_reduce(False)
 
+    # Checkpoints.
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The checkpoint plugin; `AsyncShardedCheckpoint` unless the Trainer has one or nothing is saved by shards."""
+        if self._checkpoint_io is None and self._save_distributed_checkpoint:
+            self._checkpoint_io = AsyncShardedCheckpoint()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state, in the shards as they are if checkpoints are saved by shards."""
+        if not self._save_distributed_checkpoint:
+            return super().lightning_module_state_dict()
+        assert self.model is not None  # noqa: S101
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, by position and in shards if checkpoints are saved by shards."""
+        if not self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        return getattr(optimizer, "optimizer", optimizer).state_dict()
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | PathLike[str],
+        storage_options: Any | None = None,  # noqa: ANN401
+    ) -> None:
+        """Begins a save, which is complete when training ends at the latest; outside training, when this returns.
+
+        Raises:
+            ConfigError: Replicas have drifted apart; there is nothing right to save.
+            CheckpointError: This save cannot begin, or the one before it failed.
+        """
+        io = self.checkpoint_io
+        if not isinstance(io, AsyncShardedCheckpoint):
+            super().save_checkpoint(checkpoint, Path(filepath), storage_options)
+            return
+        assert self.sharded is not None and self.lightning_module is not None  # noqa: PT018, S101
+        if self.replicate > 1:
+            check_replicas(self.sharded.module, self.sharded.mesh)
+        io.save_checkpoint(checkpoint, self.broadcast(fspath(filepath)), storage_options)
+        if self.lightning_module.trainer.state.status != TrainerStatus.RUNNING:
+            io.wait()
+
+    def load_checkpoint(self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        """Restores from a checkpoint of any number of ranks, or from a directory of them; reads Lightning's as well.
+
+        Raises:
+            CheckpointError: It is not complete, damaged, or of another model or other optimizers.
+        """
+        path = self.broadcast(fspath(checkpoint_path))
+        if isinstance(self.checkpoint_io, AsyncShardedCheckpoint):
+            self.checkpoint_io.wait()
+        if _is_lightnings(path) and not is_sharded_checkpoint(path):
+            return super().load_checkpoint(path, weights_only)
+        assert self.model is not None and self.lightning_module is not None  # noqa: PT018, S101
+        return restore_sharded(path, self.model, self.optimizers, strict=self.lightning_module.strict_loading)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """What training failed with is not to be hidden by what follows from it."""
+        self._failing = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Waits for the last checkpoint."""
+        try:
+            self.checkpoint_io.teardown()
+        except CheckpointError as error:
+            if not self._failing:
+                raise
+            warnings.warn(str(error), stacklevel=2)
+        super().teardown()
+
 
 def _runs_forward(model: nn.Module, step: str) -> bool:
     """Whether the module has such a step, in which no backward pass runs (manual optimization runs it inside)."""
     manual = step == "training_step" and isinstance(model, LightningModule) and not model.automatic_optimization
     return not manual and getattr(type(model), step, None) is not getattr(LightningModule, step)
+
+
+def _is_lightnings(path: str) -> bool:
+    """Whether Lightning wrote it: one file, or a directory with the file that its own sharded checkpoints have."""
+    return Path(path).is_file() or Path(path, "meta.pt").is_file()

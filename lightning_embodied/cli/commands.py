@@ -45,6 +45,7 @@ COMMANDS = {
     "evaluate": Command("success rates in closed loop, with intervals", "lightning_embodied.cli.evaluate:evaluate"),
     "report": Command("a run on one HTML page, videos included", "lightning_embodied.cli.report:report"),
     "stats": Command("exact statistics of a dataset's features", "lightning_embodied.cli.stats:stats"),
+    "consolidate": Command("one file of a sharded checkpoint", "lightning_embodied.strategies:consolidate"),
     "doctor": Command("what this machine has, what is missing, how to get it", "lightning_embodied.cli.doctor:doctor"),
 }
 

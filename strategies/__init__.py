@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from lightning_embodied.strategies.async_checkpoint import AsyncShardedCheckpoint as AsyncShardedCheckpoint
     from lightning_embodied.strategies.checkpoint_storage import latest_checkpoint as latest_checkpoint
     from lightning_embodied.strategies.consolidation import consolidate as consolidate
+    from lightning_embodied.strategies.device_mesh import sharding_mesh as sharding_mesh
     from lightning_embodied.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_embodied.strategies.sharding import ShardedModule as ShardedModule
     from lightning_embodied.strategies.sharding import Sharding as Sharding
     from lightning_embodied.strategies.sharding_checks import check_replicas as check_replicas
     from lightning_embodied.strategies.sharding_checks import check_sharded as check_sharded
-    from lightning_embodied.strategies.sharding_mesh import sharding_mesh as sharding_mesh
     from lightning_embodied.strategies.sharding_weights import load_weights as load_weights
     from lightning_embodied.strategies.sharding_weights import parameters_on_meta as parameters_on_meta
 
@@ -31,7 +31,7 @@ _HOMES = {
     "latest_checkpoint": "checkpoint_storage",
     "load_weights": "sharding_weights",
     "parameters_on_meta": "sharding_weights",
-    "sharding_mesh": "sharding_mesh",
+    "sharding_mesh": "device_mesh",
 }
 
 __all__ = [

@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.strategies.async_checkpoint import AsyncShardedCheckpoint
 from lightning_embodied.strategies.checkpoint_storage import is_sharded_checkpoint
+from lightning_embodied.strategies.device_mesh import sharding_mesh
 from lightning_embodied.strategies.sharded_state import restore_sharded
 from lightning_embodied.strategies.sharding import Dtype, ShardedModule, Sharding
 from lightning_embodied.strategies.sharding_checks import check_replicas
-from lightning_embodied.strategies.sharding_mesh import sharding_mesh
 from lightning_embodied.strategies.sharding_weights import load_weights, parameters_on_meta
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_embodied.errors import ConfigError
-from lightning_embodied.strategies.sharding_mesh import REPLICATE
+from lightning_embodied.strategies.device_mesh import REPLICATE
 
 
 def synchronize_initial_values(module: nn.Module) -> list[str]:

@@ -29,7 +29,7 @@ example:
 def help_text() -> str:
     """What `lightning-embodied --help` prints."""
     summaries = {**LIGHTNING_COMMANDS, **{name: command.summary for name, command in COMMANDS.items()}}
-    rows = [f"  {name:<10}{summary}" for name, summary in summaries.items()]
+    rows = [f"  {name:<13}{summary}" for name, summary in summaries.items()]
     head = "usage: lightning-embodied COMMAND [--config FILE.yaml] [--option VALUE ...]"
     about = "Train vision-language-action policies with PyTorch Lightning, from demonstrations to a success rate."
     return "\n".join([head, "", about, "", "commands:", *rows, "", _EXAMPLE])

@@ -10,6 +10,7 @@ succeeds; it fails if a comparison does.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import time
 from collections.abc import Callable
@@ -276,6 +277,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("skipped: this check needs a CUDA device")
         return 0
+    faulthandler.dump_traceback_later(350, exit=True)  # a kernel that hangs ends here, and says where
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     print(f"{torch.cuda.get_device_name()}, compute capability {capability}, torch {torch.__version__}")
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from lightning_embodied.strategies.consolidation import consolidate as consolidate
     from lightning_embodied.strategies.device_mesh import sharding_mesh as sharding_mesh
     from lightning_embodied.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
+    from lightning_embodied.strategies.on_ray.failures import RankFailedError as RankFailedError
+    from lightning_embodied.strategies.on_ray.launcher import RunStoppedError as RunStoppedError
+    from lightning_embodied.strategies.ray_ddp import RayDDPStrategy as RayDDPStrategy
+    from lightning_embodied.strategies.ray_fsdp import RayFSDPStrategy as RayFSDPStrategy
     from lightning_embodied.strategies.sharding import ShardedModule as ShardedModule
     from lightning_embodied.strategies.sharding import Sharding as Sharding
     from lightning_embodied.strategies.sharding_checks import check_replicas as check_replicas
@@ -23,6 +27,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncShardedCheckpoint": "async_checkpoint",
     "FSDP2Strategy": "fsdp2",
+    "RankFailedError": "on_ray.failures",
+    "RayDDPStrategy": "ray_ddp",
+    "RayFSDPStrategy": "ray_fsdp",
+    "RunStoppedError": "on_ray.launcher",
     "ShardedModule": "sharding",
     "Sharding": "sharding",
     "check_replicas": "sharding_checks",
@@ -37,6 +45,10 @@ _HOMES = {
 __all__ = [
     "AsyncShardedCheckpoint",
     "FSDP2Strategy",
+    "RankFailedError",
+    "RayDDPStrategy",
+    "RayFSDPStrategy",
+    "RunStoppedError",
     "ShardedModule",
     "Sharding",
     "check_replicas",

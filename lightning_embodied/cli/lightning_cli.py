@@ -84,7 +84,9 @@ class EmbodiedCLI(LightningCLI):
             return
         self.exit_code = 0
         for room in _ROOMS:
-            importlib.import_module(f"lightning_embodied.{room}")
+            package = importlib.import_module(f"lightning_embodied.{room}")
+            for name in package.__all__:
+                getattr(package, name)  # some are imported only when they are asked for
         logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
         warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's own, with the newest torch
         kwargs.setdefault("parser_class", EmbodiedArgumentParser)

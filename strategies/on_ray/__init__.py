@@ -1,0 +1,1 @@
+"""Running a Trainer on Ray: launcher, workers, and what both orchestrations share."""

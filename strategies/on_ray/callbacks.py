@@ -1,0 +1,83 @@
+"""The two callbacks that a worker's Trainer gets: one says at once why a rank fails, one stops all ranks together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+if TYPE_CHECKING:
+    from lightning_embodied.strategies.on_ray.client import BoardClient
+    from lightning_embodied.strategies.on_ray.strategy import RayStrategyMixin
+
+
+class RunStopped(BaseException):
+    """The run was asked to stop and is saved.
+
+    Args:
+        checkpoint: Where.
+    """
+
+    def __init__(self, checkpoint: str) -> None:
+        super().__init__(checkpoint)
+        self.checkpoint = checkpoint
+
+
+class FailureReporter(Callback):
+    """First of all callbacks: reports an exception before the others react to it.
+
+    A callback that saves on exceptions would wait for ranks that know of no exception; so after one that is this
+    rank's alone, the strategy neither saves nor waits.
+
+    Args:
+        client: Line to the board.
+        strategy: Of this worker.
+    """
+
+    def __init__(self, client: BoardClient, strategy: RayStrategyMixin) -> None:
+        self._client = client
+        self._strategy = strategy
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Called by Lightning when the entry point raises."""
+        if isinstance(exception, RunStopped):
+            return
+        self._client.failed(exception)
+        if trainer.world_size > 1:
+            self._strategy.abandon()
+
+
+class StopTogether(Callback):
+    """Saves and stops all ranks at the same batch once the run is asked to stop.
+
+    Costs nothing before: whether a stop is wanted comes with the answer to this worker's sign of life.
+
+    Args:
+        client: Line to the board.
+    """
+
+    def __init__(self, client: BoardClient) -> None:
+        self._client = client
+        self._batches = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Called by Lightning after each training batch."""
+        self._batches += 1
+        if not self._client.stop_requested:
+            return
+        last = self._client.stop_after(self._batches)
+        if last is not None and self._batches >= last:
+            path = str(_directory(trainer) / f"stopped-step={trainer.global_step}.ckpt")
+            trainer.save_checkpoint(path)
+            raise RunStopped(path)
+
+
+def _directory(trainer: Trainer) -> Path:
+    callback = trainer.checkpoint_callback
+    if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+        return Path(callback.dirpath)
+    return Path(trainer.default_root_dir) / "checkpoints"

@@ -46,6 +46,7 @@ COMMANDS = {
     "report": Command("a run on one HTML page, videos included", "lightning_embodied.cli.report:report"),
     "stats": Command("exact statistics of a dataset's features", "lightning_embodied.cli.stats:stats"),
     "consolidate": Command("one file of a sharded checkpoint", "lightning_embodied.strategies:consolidate"),
+    "plan": Command("memory, time and storage on a thousand GPUs", "lightning_embodied.cli.plan:plan"),
     "doctor": Command("what this machine has, what is missing, how to get it", "lightning_embodied.cli.doctor:doctor"),
 }
 

@@ -11,7 +11,7 @@ from lightning_embodied.planning.goodput import META_HOURS_BETWEEN_FAILURES, Goo
 from lightning_embodied.planning.hardware import Cluster
 from lightning_embodied.planning.profile import Memory
 from lightning_embodied.planning.scaling import ScalingLaw
-from lightning_embodied.planning.sharding import Sharding
+from lightning_embodied.planning.sharding import Sharding, Strategy
 from lightning_embodied.planning.timeline import StepTime
 
 
@@ -27,6 +27,8 @@ class PlanRequest:
         storage: Where checkpoints go.
         accumulate: Micro-batches of an optimizer step.
         precision: Lightning's name of it.
+        strategies: Which ones to look at. Default: `ddp` and `hsdp`, and `fsdp` where those do not fit or there is but
+            one node: over more it sends through the network what `hsdp` sends inside nodes, and is never faster.
         units: Classes of the blocks that FSDP gathers one at a time. Default: all stacked blocks that can be.
         shard_size: Ranks that share one copy under HSDP. Default: those of a node.
         hours_between_failures: Of one GPU, on average.
@@ -41,6 +43,7 @@ class PlanRequest:
     storage: Storage = field(default_factory=lambda: Storage(5e9, 100e9))
     accumulate: int = 1
     precision: str = "bf16-mixed"
+    strategies: tuple[Strategy, ...] | None = None
     units: tuple[str, ...] | None = None
     shard_size: int | None = None
     hours_between_failures: float = META_HOURS_BETWEEN_FAILURES
@@ -51,6 +54,11 @@ class PlanRequest:
     def nodes(self) -> int:
         """Nodes that the ranks fill."""
         return math.ceil(self.ranks / self.cluster.gpus_per_node)
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a GPU's memory that tensors may fill."""
+        return self.cluster.gpu.memory * self.cluster.gpu.usable_share
 
 
 @dataclass(frozen=True)

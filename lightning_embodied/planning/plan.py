@@ -56,7 +56,7 @@ def make_plan(
         raise ConfigError("too small", where="ranks, micro_batch or accumulate", expected=">= 1")
     model = collectives or NcclModel(request.cluster)
     profiles = list(_profiles(build, step_of, request, optimizer))
-    growth = _growth(build, step_of, request)
+    growth = _growth(build, step_of, request, profiles[0])
     candidates = [_candidate(profile, request, model, growth) for profile in profiles]
     best = _choose(candidates)
     shown = best or min(candidates, key=lambda candidate: candidate.memory.peak)
@@ -111,25 +111,27 @@ def _profiles(
             units = tuple(sorted(repeated_blocks(build()) - unsharded.reached_into))
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(request.precision)
     reduce = None if half is None else torch.float32
-    shard = request.shard_size or request.cluster.gpus_per_node
-    if shard < request.ranks:
-        yield profile(Sharding("hsdp", request.ranks, shard, units, half, reduce))
-    if request.ranks > 1:
+    shard, fits = request.shard_size or request.cluster.gpus_per_node, False
+    if shard < request.ranks and "hsdp" in (request.strategies or ("hsdp",)):
+        hybrid = profile(Sharding("hsdp", request.ranks, shard, units, half, reduce))
+        fits = hybrid.memory.peak <= request.usable
+        yield hybrid
+    if request.ranks > 1 and ("fsdp" in request.strategies if request.strategies else not fits):
         yield profile(Sharding("fsdp", request.ranks, request.ranks, units, half, reduce))
 
 
-def _growth(build: Callable[[], nn.Module], step_of: Callable[[int], Step], request: PlanRequest) -> float:
+def _growth(
+    build: Callable[[], nn.Module], step_of: Callable[[int], Step], request: PlanRequest, profile: StepProfile
+) -> float:
     """Bytes of activations that one more sample of a micro-batch adds."""
-    kept = []
-    for micro_batch in (request.micro_batch, 2 * request.micro_batch):
-        with torch.device("meta"):
-            module = build()
-        kept.append(forward_bytes(module, step_of(micro_batch), request.precision))
-    return (kept[1] - kept[0]) / request.micro_batch
+    with torch.device("meta"):
+        module = build()
+    doubled = forward_bytes(module, step_of(2 * request.micro_batch), request.precision)
+    return (doubled - profile.saved) / request.micro_batch
 
 
 def _candidate(profile: StepProfile, request: PlanRequest, model: CollectiveModel, growth: float) -> Candidate:
-    usable = request.cluster.gpu.memory * request.cluster.gpu.usable_share
+    usable = request.usable
     times = {
         bucket: _time(profile, replace(profile.sharding, bucket_mb=bucket), request, model)
         for bucket in (BUCKETS_MB if profile.sharding.strategy == "ddp" else (profile.sharding.bucket_mb,))
@@ -172,7 +174,7 @@ def _choose(candidates: list[Candidate]) -> Candidate | None:
 def _reasons(
     candidates: list[Candidate], best: Candidate | None, profiles: list[StepProfile], request: PlanRequest
 ) -> list[str]:
-    usable = request.cluster.gpu.memory * request.cluster.gpu.usable_share / 2**30
+    usable = request.usable / 2**30
     reasons = []
     for candidate in candidates:
         label, peak = candidate.sharding.label, candidate.memory.peak / 2**30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class StepProfile:
         events: What happens in the forward and backward pass, in the order the host issues it.
         optimizer_seconds: Time of the optimizer's kernels.
         flops: Of the forward and backward pass.
+        saved: Bytes that the forward pass keeps for the backward pass, beside parameters.
         parameters: Numbers in the whole model.
         trainable: Those of them that train.
         state_bytes: Of all ranks' parameters and optimizer states together: what a checkpoint holds.
@@ -67,6 +69,7 @@ class StepProfile:
     events: tuple[Event, ...]
     optimizer_seconds: float
     flops: int
+    saved: int
     parameters: int
     trainable: int
     state_bytes: int
@@ -117,7 +120,7 @@ def profile_step(
             recorder.track(tensor)
         recorder.restart_peak()
         held, training = recorder.alive, [parameter for parameter in module.parameters() if parameter.requires_grad]
-        reached = _forward_backward(module, step, execution, context, recorder, watch=sharding.strategy == "ddp")
+        saved, reached = _forward_backward(module, step, execution, context, recorder, watch=sharding.strategy == "ddp")
         events, flops = tuple(recorder.events), recorder.flops
         busy, quiet = recorder.peak, recorder.peak_without_gradients
         states, update_peak, update_seconds = _update(training, optimizer, recorder)
@@ -140,6 +143,7 @@ def profile_step(
         events=events,
         optimizer_seconds=update_seconds,
         flops=flops,
+        saved=saved - held,
         parameters=sum(numel for numel, _, _ in whole),
         trainable=sum(numel for numel, _, trains in whole if trains),
         state_bytes=sum(numel * size for numel, size, _ in whole) + round(states / gradients * trained),
@@ -200,8 +204,12 @@ def _forward_backward(
     recorder: StepRecorder,
     *,
     watch: bool,
-) -> set[str]:
-    """Runs both passes; without sharding, notes when gradients are complete and which blocks cannot be units."""
+) -> tuple[int, set[str]]:
+    """Runs both passes; without sharding, notes when gradients are complete and which blocks cannot be units.
+
+    Returns:
+        Bytes alive after the forward pass, and the classes of those blocks.
+    """
     hooks = []
     if watch:
         hooks = [
@@ -211,8 +219,10 @@ def _forward_backward(
         ]
     reached = ReachedInto(module) if watch else None
     try:
-        with context():
+        with warnings.catch_warnings(), context():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes to it
             loss = step(module, execution)
+        alive = recorder.alive
         loss.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
@@ -228,7 +238,7 @@ def _forward_backward(
             hook.remove()
         if reached is not None:
             reached.remove()
-    return reached.names if reached is not None else set()
+    return alive, reached.names if reached is not None else set()
 
 
 def _update(training: Sequence[nn.Parameter], make: MakeOptimizer, recorder: StepRecorder) -> tuple[int, int, float]:

@@ -66,6 +66,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradients = 0
         self._sizes: dict[int, int] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see AbstractExecution
+
     def track(self, tensor: Tensor) -> None:
         """Counts a tensor's storage, once, until it dies."""
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,5 +3,6 @@
 from lightning_embodied.callbacks.attention import ForceAttentionBackend as ForceAttentionBackend
 from lightning_embodied.callbacks.goodput import BatchSize as BatchSize
 from lightning_embodied.callbacks.goodput import GoodputMonitor as GoodputMonitor
+from lightning_embodied.callbacks.last_step import SaveLastStep as SaveLastStep
 
-__all__ = ["BatchSize", "ForceAttentionBackend", "GoodputMonitor"]
+__all__ = ["BatchSize", "ForceAttentionBackend", "GoodputMonitor", "SaveLastStep"]

@@ -82,6 +82,21 @@ def test_the_saved_config_repeats_the_run(fit):
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
+@pytest.mark.parametrize("options", [{}, {"save_last": "link"}, {"save_weights_only": True}, {"save_top_k": -1}])
+def test_the_last_step_is_saved_whatever_the_interval(fit, options):
+    checkpoints = {
+        "class_path": "ModelCheckpoint",
+        "init_args": {"every_n_train_steps": 3, "save_last": True, **options},
+    }
+    trainer = {"max_steps": 5, "accelerator": "cpu", "default_root_dir": "runs/a", "callbacks": [checkpoints]}
+    assert fit(trainer=trainer) == 0
+    last = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    assert last["global_step"] == 5
+    assert [path.name for path in Path("runs/a/checkpoints").glob("*step=3.ckpt")] == ["epoch=0-step=3.ckpt"]
+    step = torch.load("runs/a/checkpoints/epoch=0-step=3.ckpt", weights_only=True)
+    assert step["global_step"] == 3
+
+
 def test_a_second_fit_moves_the_first_aside_whole(fit, capsys):
     fit()
     first = {path.relative_to("runs/a") for path in Path("runs/a").rglob("*")}

@@ -1,7 +1,8 @@
 """Entry point: picks the subcommand, and turns every way a command can end into a message and an exit code.
 
 0 done; 1 the command ran and its answer is bad; 2 the input cannot be used (one message, no traceback);
-130 stopped by Ctrl-C. `--debug` anywhere on the line shows tracebacks instead.
+130 stopped by Ctrl-C; 141 nobody reads its output any more (as in `| head`). `--debug` anywhere on the line shows
+tracebacks instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lightning_embodied.version import __version__
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_READER_GONE = 141
 
 _EXAMPLE = """\
 example:
@@ -50,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = [arg for arg in args if arg != "--debug"]
         os.environ["JSONARGPARSE_DEBUG"] = "true"  # the parser raises instead of exiting
     try:
-        return _dispatch(args)
+        code = _dispatch(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt as stop:
         if debug:
             raise
@@ -61,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        if debug:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
+        return EXIT_READER_GONE
     except SystemExit as stop:  # argparse, and Lightning after it has shut down
         if isinstance(stop.__context__, KeyboardInterrupt):
             print("stopped by Ctrl-C; what was complete is kept", file=sys.stderr)

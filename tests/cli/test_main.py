@@ -143,6 +143,15 @@ def test_ctrl_c_is_one_line_and_130(monkeypatch, capsys):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
+def test_a_reader_that_stops_reading_is_no_error(arguments):
+    command = [sys.executable, "-m", "lightning_embodied", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 141
+
+
 def test_module_runs_as_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "lightning_embodied", "--version"], check=True, capture_output=True, text=True

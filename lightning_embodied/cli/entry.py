@@ -68,13 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         if debug:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
-        return EXIT_READER_GONE
+        return _reader_gone()
     except SystemExit as stop:  # argparse, and Lightning after it has shut down
-        if isinstance(stop.__context__, KeyboardInterrupt):
-            print("stopped by Ctrl-C; what was complete is kept", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        return _exit_code(stop)
 
 
 def _dispatch(args: list[str]) -> int:
@@ -101,6 +97,20 @@ def _dispatch(args: list[str]) -> int:
         ) from error
     EmbodiedCLI(args=args, parser_kwargs={"prog": "lightning-embodied"})
     return 0
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if isinstance(stop.__context__, KeyboardInterrupt):
+        print("stopped by Ctrl-C; what was complete is kept", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if isinstance(stop.__context__, BrokenPipeError):  # rich's way to say so
+        return _reader_gone()
+    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _reader_gone() -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
+    return EXIT_READER_GONE
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

@@ -35,6 +35,12 @@ def load_policy(checkpoint: str | Path, map_location: str | torch.device = "cpu"
             changed.
     """
     path = find_checkpoint(checkpoint)
+    if path.is_dir():
+        raise CheckpointError(
+            "the checkpoint is sharded: every rank wrote a part of it",
+            where=path,
+            mend=f"make one file of it: `lightning-embodied consolidate --checkpoint {path} --output policy.ckpt`",
+        )
     content = _read(path, map_location)
     for key, problem in (
         ("state_dict", "this is not a Lightning checkpoint"),

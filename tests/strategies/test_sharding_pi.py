@@ -9,12 +9,18 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_embodied.models import Pi05Policy
-from lightning_embodied.strategies import FSDP2Strategy
+from lightning_embodied.errors import CheckpointError
+from lightning_embodied.models import Pi05Policy, load_policy
+from lightning_embodied.strategies import FSDP2Strategy, consolidate
 from tests.models.conftest import make_trainer
 from tests.models.pi_golden import CAMERAS, Golden
 from tests.strategies.ranks import PeakMemory, run_ranks
 
+SAMPLE = {
+    "observation.state": torch.zeros(1, 4),
+    "task": ["w1"],
+    CAMERAS[0]: torch.zeros(1, 3, 40, 56, dtype=torch.uint8),
+}
 TOWER = {"width": 512, "depth": 6, "heads": 8, "kv_heads": 1, "head_dim": 32}
 LARGE = {
     "language": {**TOWER, "mlp_width": 2048},
@@ -31,7 +37,7 @@ def batches(golden: Golden, policy: Pi05Policy, rank: int) -> DataLoader:
     return DataLoader([golden.batch(policy, "mixed", samples)] * 3, batch_size=None)
 
 
-def train_golden(rank: int) -> dict[str, tuple[dict, torch.Tensor]]:
+def train_golden(rank: int, path: Path) -> dict[str, tuple[dict, torch.Tensor]]:
     golden, found = Golden("pi05"), {}
     options = {"units": ["GemmaLayer", "_Layer"], "forward_methods": ["predict_action_chunk"]}
     for name, strategy in {
@@ -44,18 +50,15 @@ def train_golden(rank: int) -> dict[str, tuple[dict, torch.Tensor]]:
         seed_everything(0, verbose=False)
         trainer.fit(policy, batches(golden, policy, rank))
         state = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in policy.named_parameters()}
-        sample = {
-            "observation.state": torch.zeros(1, 4),
-            "task": ["w1"],
-            CAMERAS[0]: torch.zeros(1, 3, 40, 56, dtype=torch.uint8),
-        }
-        found[name] = state, policy.predict_action_chunk(sample)
+        found[name] = state, policy.predict_action_chunk(SAMPLE)
+        if name == "fsdp":
+            trainer.save_checkpoint(path / "sharded.ckpt")
         assert type(policy).__qualname__ == "Pi05Policy"
     return found
 
 
 def test_weights_and_actions_are_those_of_ddp(tmp_path):
-    for found in run_ranks(2, train_golden, tmp_path):
+    for found in run_ranks(2, train_golden, tmp_path / "ranks", tmp_path):
         weights, actions = found["ddp"]
         for kind in ("fsdp", "hsdp"):
             for name, value in weights.items():
@@ -63,6 +66,11 @@ def test_weights_and_actions_are_those_of_ddp(tmp_path):
                     continue  # its gradient is zero but for rounding, which AdamW magnifies
                 torch.testing.assert_close(found[kind][0][name], value, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
             torch.testing.assert_close(found[kind][1], actions, rtol=1e-4, atol=1e-5)
+    with pytest.raises(CheckpointError, match="consolidate"):
+        load_policy(tmp_path)
+    consolidate(str(tmp_path / "sharded.ckpt"), str(tmp_path / "one" / "policy.ckpt"))
+    policy = load_policy(tmp_path / "one")
+    torch.testing.assert_close(policy.predict_action_chunk(SAMPLE), found["fsdp"][1], rtol=1e-5, atol=1e-6)
 
 
 def large() -> Pi05Policy:

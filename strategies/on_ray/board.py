@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_embodied.strategies.on_ray.checkpoints import CheckpointLog
+from lightning_embodied.strategies.on_ray.checkpoints import CheckpointLog, KeptGenerators
 from lightning_embodied.strategies.on_ray.failures import FailureKind, RankFailure
 from lightning_embodied.strategies.on_ray.ranks import Beginning
 
@@ -77,6 +77,7 @@ class RunBoard:
     def __init__(self, config: BoardConfig) -> None:
         self._config = config
         self._checkpoints = CheckpointLog()
+        self._generators = KeptGenerators()
         self._output: list[tuple[str, str]] = []
         self._attempt = -1
         self._restarts = 0
@@ -176,10 +177,34 @@ class RunBoard:
             step: Optimizer steps done.
         """
         self._checkpoints.add(path, step)
+        self._generators.forget(path, before=step)
 
     def removed(self, path: str) -> None:
         """A checkpoint is deleted."""
         self._checkpoints.discard(path)
+        self._generators.forget(path)
+
+    def keep_generators(self, path: str, step: int, rank: int, state: bytes) -> None:
+        """Random generators of a rank as they were when a checkpoint was taken, which holds none.
+
+        Args:
+            path: The checkpoint.
+            step: Its optimizer steps.
+            rank: The rank.
+            state: Its generators.
+        """
+        self._generators.keep(path, step, rank, state)
+
+    def generators(self, path: str, step: int, rank: int) -> bytes | None:
+        """What a rank kept for a checkpoint; None if the number of ranks has changed since.
+
+        Args:
+            path: The checkpoint.
+            step: Its optimizer steps.
+            rank: The rank.
+        """
+        kept = self._generators.of(path, step)
+        return kept.get(rank) if len(kept) == self._world_size else None
 
     def write(self, stream: str, text: str) -> None:
         """Output of rank 0.

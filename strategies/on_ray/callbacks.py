@@ -1,4 +1,4 @@
-"""The two callbacks that a worker's Trainer gets: one says at once why a rank fails, one stops all ranks together."""
+"""The callbacks that a worker's Trainer gets: to say at once why a rank fails, to go on drawing, to stop together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_embodied.strategies.lightning_compat import GlobalState
 
 if TYPE_CHECKING:
     from lightning_embodied.strategies.on_ray.client import BoardClient
@@ -47,6 +49,23 @@ class FailureReporter(Callback):
         self._client.failed(exception)
         if trainer.world_size > 1:
             self._strategy.abandon()
+
+
+class GoesOnDrawing(Callback):
+    """Sets the random generators of a restarted rank to where they were, once the loader has drawn for its start.
+
+    Args:
+        state: As kept when the checkpoint was taken.
+    """
+
+    def __init__(self, state: GlobalState) -> None:
+        self._state: GlobalState | None = state
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Called by Lightning before each training batch."""
+        if self._state is not None:
+            self._state.restore()
+            self._state = None
 
 
 class StopTogether(Callback):

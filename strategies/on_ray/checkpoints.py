@@ -55,3 +55,23 @@ def complete_step(path: str, step: int) -> int | None:
         found = json.loads(system.cat_file(f"{place}/{_COMMITTED}")).get("global_step")
         return step if found is None else int(found)
     return step if system.isfile(f"{place}/{_METADATA}") else None
+
+
+class KeptGenerators:
+    """The ranks' random generators as they were when checkpoints were taken, which hold none."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[str, int], dict[int, bytes]] = {}
+
+    def keep(self, path: str, step: int, rank: int, state: bytes) -> None:
+        """Keeps those of one rank for the checkpoint that was written at a path after so many steps."""
+        self._states.setdefault((path, step), {})[rank] = state
+
+    def of(self, path: str, step: int) -> dict[int, bytes]:
+        """What is kept for a checkpoint, by rank."""
+        return self._states.get((path, step), {})
+
+    def forget(self, path: str, before: float = float("inf")) -> None:
+        """Drops what was kept for a path, of fewer steps than these."""
+        for key in [key for key in self._states if key[0] == path and key[1] < before]:
+            del self._states[key]

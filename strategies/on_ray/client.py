@@ -7,11 +7,13 @@ or whose machine is gone, sends none.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 from lightning_embodied.errors import import_extra
+from lightning_embodied.strategies.lightning_compat import GlobalState
 from lightning_embodied.strategies.on_ray.failures import RankFailure
 from lightning_embodied.strategies.on_ray.ranks import sigterm_received
 
@@ -68,6 +70,15 @@ class BoardClient:
     def removed(self, path: str) -> None:
         """A checkpoint is deleted."""
         self._ask("removed", path)
+
+    def keep_generators(self, path: str, step: int) -> None:
+        """Keeps this rank's random generators for a restart from a checkpoint."""
+        self._ask("keep_generators", path, step, self._rank, pickle.dumps(GlobalState.capture()))
+
+    def generators(self, path: str, step: int) -> GlobalState | None:
+        """What this rank kept for a checkpoint."""
+        kept: bytes | None = self._ask("generators", path, step, self._rank)
+        return None if kept is None else pickle.loads(kept)  # noqa: S301 - from a worker of this run
 
     def write(self, stream: str, text: str) -> None:
         """Shows text on the driver's terminal; does not wait for it."""

@@ -145,6 +145,8 @@ class RayStrategyMixin(ParallelStrategy):
             client.saving(path)
         resumable, step = "loops" in checkpoint, int(checkpoint.get("global_step", 0))
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        if self._client is not None and resumable:
+            self._client.keep_generators(path, step)
         if client is not None and resumable:
             client.saved(path, step)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_embodied.errors import ConfigError, import_extra
 from lightning_embodied.strategies.lightning_compat import run_entry_point
-from lightning_embodied.strategies.on_ray.callbacks import FailureReporter, RunStopped, StopTogether
+from lightning_embodied.strategies.on_ray.callbacks import FailureReporter, GoesOnDrawing, RunStopped, StopTogether
 from lightning_embodied.strategies.on_ray.client import BoardClient
 from lightning_embodied.strategies.on_ray.failures import WorkerFailedError
 from lightning_embodied.strategies.on_ray.loggers import continue_logs
@@ -64,6 +64,7 @@ def _run(payload: Payload, assignment: Assignment, client: BoardClient) -> RankR
         callbacks = list(job.trainer.callbacks)  # type: ignore[attr-defined]
         job.trainer.callbacks[:] = [  # type: ignore[attr-defined]
             FailureReporter(client, job.trainer.strategy),  # type: ignore[arg-type]
+            *_restored(assignment, client),
             *callbacks,
             StopTogether(client),
         ]
@@ -96,6 +97,13 @@ def _take_place(job: Job, assignment: Assignment, client: BoardClient) -> None:
         return
     job.resume_from(assignment.checkpoint)
     continue_logs(job.trainer, assignment.step)
+
+
+def _restored(assignment: Assignment, client: BoardClient) -> list[GoesOnDrawing]:
+    if assignment.checkpoint is None:
+        return []
+    state = client.generators(assignment.checkpoint, assignment.step)
+    return [] if state is None else [GoesOnDrawing(state)]
 
 
 def _leave_process_group() -> None:

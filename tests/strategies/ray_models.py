@@ -20,10 +20,11 @@ def samples() -> TensorDataset:
 
 
 class Regression(LightningModule):
-    def __init__(self, width: int = 8, spare: bool = False) -> None:
+    def __init__(self, width: int = 8, spare: bool = False, noise: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+        self.noise = noise
         if spare:
             self.spare = nn.Linear(3, 3)
 
@@ -31,7 +32,7 @@ class Regression(LightningModule):
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
+        loss = self.loss((batch[0] + self.noise * torch.randn_like(batch[0]), batch[1]))
         self.log("train_loss", loss, sync_dist=True)
         return loss
 

@@ -154,6 +154,21 @@ def test_resumes_from_the_last_checkpoint_that_is_whole(tmp_path):
     assert log.newest() == (str(tmp_path / "early.ckpt"), 2)
 
 
+def test_generators_are_kept_with_their_checkpoint_and_number_of_ranks():
+    it = board()
+    for step in (2, 4):
+        for rank in (0, 1):
+            it.keep_generators("last.ckpt", step, rank, b"%d of %d" % (rank, step))
+        it.saved("last.ckpt", step)
+    assert it.generators("last.ckpt", 4, rank=1) == b"1 of 4"
+    assert it.generators("last.ckpt", 2, rank=1) is None
+    it.begin(3)
+    assert it.generators("last.ckpt", 4, rank=1) is None
+    it.begin(2)
+    it.removed("last.ckpt")
+    assert it.generators("last.ckpt", 4, rank=1) is None
+
+
 def test_predictions_come_in_the_order_they_were_dealt():
     assert merge_predictions([["a", "c", "e"], ["b", "d"]]) == ["a", "b", "c", "d", "e"]
     assert merge_predictions([[["a"], ["x"]], [["b"], ["y"]]]) == [["a", "b"], ["x", "y"]]

@@ -66,7 +66,7 @@ def test_lightning_embodied_fit_survives_a_lost_worker(tmp_path):
     assert (tmp_path / "marker").is_file()
     ddp, ray = (losses(tmp_path / name, "train/loss") for name in ("ddp", "ray"))
     assert len(ray) == len(ddp) == 4
-    assert ray[:3] == pytest.approx(ddp[:3], abs=1e-6)  # checkpoints hold no generators: later noise is another
+    assert ray == pytest.approx(ddp, abs=1e-6)
     saved = [torch.load(next((tmp_path / name).rglob("*step=4.ckpt")), weights_only=False) for name in ("ddp", "ray")]
     served, served_on_ray = (checkpoint["LeRobotDataModule"] for checkpoint in saved)
     assert served_on_ray == served

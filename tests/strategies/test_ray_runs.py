@@ -117,7 +117,7 @@ def test_unused_parameters_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    model = Regression()
+    model = Regression(noise=0.1)
     trainer(tmp_path_factory.mktemp("undisturbed"), max_epochs=1).fit(model, Data())
     return model
 
@@ -128,7 +128,7 @@ def test_a_lost_worker_costs_a_restart_and_nothing_else(tmp_path, undisturbed, r
     times = 3 if restart == "warm" else 1
     callbacks = [Mishap(tmp_path / "marker", what, times=times, step=1), every_step(tmp_path)]
     run = trainer(tmp_path, strategy, callbacks, max_epochs=1)
-    model = Regression()
+    model = Regression(noise=0.1)
     run.fit(model, Data())
     assert (tmp_path / "marker").read_text() == "x" * times
     assert weights(model).equal(weights(undisturbed))
@@ -138,7 +138,7 @@ def test_a_lost_worker_costs_a_restart_and_nothing_else(tmp_path, undisturbed, r
 @pytest.mark.parametrize(("dtype", "difference"), [("bfloat16", 3e-2), ("float16", 3e-3)])
 def test_gradients_travel_narrow(tmp_path, undisturbed, dtype, difference):
     strategy = RayDDPStrategy(num_workers=2, restart="warm", gradient_dtype=dtype, bucket_cap_mb=1)
-    model = Regression()
+    model = Regression(noise=0.1)
     trainer(tmp_path, strategy, max_epochs=1).fit(model, Data())
     assert not weights(model).equal(weights(undisturbed))
     torch.testing.assert_close(weights(model), weights(undisturbed), atol=difference, rtol=0)
@@ -148,7 +148,7 @@ def test_gradients_travel_narrow(tmp_path, undisturbed, dtype, difference):
 def test_sharded_training_equals_ddp_also_when_a_worker_is_lost(tmp_path, undisturbed, replicate):
     strategy = RayFSDPStrategy(num_workers=2, restart="warm", replicate=replicate)
     run = trainer(tmp_path, strategy, [Mishap(tmp_path / "marker", "kill"), every_step(tmp_path)], max_epochs=1)
-    model = Regression()
+    model = Regression(noise=0.1)
     run.fit(model, Data())
     assert (tmp_path / "marker").exists()
     assert rows(run) == list(range(SAMPLES // 8))

@@ -49,7 +49,7 @@ def connect(address: str | None, runtime_env: dict[str, Any] | None, cpus: float
     if ray.is_initialized():
         return ray
     options = {"log_to_driver": False, "logging_level": logging.WARNING}
-    if address != "local":
+    if address != "local" and (address or "RAY_ADDRESS" in os.environ or cluster_here()):
         with contextlib.ExitStack() as stack:
             job_env = runtime_env or {}
             if _JOB_ENVIRONMENT not in os.environ and "working_dir" not in job_env and "py_modules" not in job_env:
@@ -92,6 +92,19 @@ def project_modules() -> dict[str, ModuleType]:
         if places and not any(_is_installed(place) for place in places):
             found[name] = module
     return found
+
+
+def cluster_here() -> bool:
+    """Whether the cluster that `ray start` on this machine noted answers; a note outlives its cluster."""
+    note = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+    if not note.is_file():
+        return False
+    host, _, port = note.read_text().strip().rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def rendezvous() -> tuple[str, int]:

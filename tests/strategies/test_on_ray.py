@@ -1,5 +1,6 @@
 """The parts of the Ray launcher that need no cluster."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from lightning_embodied.errors import ConfigError
 from lightning_embodied.strategies import RankFailedError, RayDDPStrategy
 from lightning_embodied.strategies.on_ray.board import BoardConfig, RunBoard
 from lightning_embodied.strategies.on_ray.checkpoints import CheckpointLog
-from lightning_embodied.strategies.on_ray.cluster import project_modules, staged_project
+from lightning_embodied.strategies.on_ray.cluster import cluster_here, project_modules, staged_project
 from lightning_embodied.strategies.on_ray.failures import FailureKind, RankFailure, classify, to_raise
 from lightning_embodied.strategies.on_ray.options import worker_range
 from lightning_embodied.strategies.on_ray.payload import forwarded_environment
@@ -189,6 +190,17 @@ def test_the_project_is_found_and_staged_whole():
         assert (staged / "errors.py").is_file()
         assert (staged / "strategies" / "on_ray" / "board.py").is_file()
     assert not Path(directory).exists()
+
+
+def test_a_note_of_a_cluster_that_is_gone_is_not_believed(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert not cluster_here()
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert cluster_here()
+    assert not cluster_here()
 
 
 @pytest.mark.parametrize(

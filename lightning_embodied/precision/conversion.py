@@ -6,8 +6,8 @@ same mixin before `FP8Linear`. So conversion works before and after sharding, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import cast
 
@@ -57,17 +57,27 @@ def restore(layer: FP8Linear) -> None:
 
 
 @contextmanager
-def high_precision(module: nn.Module) -> Iterator[None]:
-    """Within this context, the FP8 layers of a module compute as `nn.Linear` does."""
-    states = [layer.fp8 for layer in fp8_layers(module).values()]
-    before = [state.enabled for state in states]
+def only_in_fp8(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Within this context, the named FP8 layers compute in FP8, and the others as `nn.Linear` does.
+
+    Args:
+        module: With converted layers.
+        names: As in `fp8_layers`.
+    """
+    states = {name: layer.fp8 for name, layer in fp8_layers(module).items()}
+    before = [state.enabled for state in states.values()]
     try:
-        for state in states:
-            state.enabled = False
+        for name, state in states.items():
+            state.enabled = name in names
         yield
     finally:
-        for state, enabled in zip(states, before, strict=True):
+        for state, enabled in zip(states.values(), before, strict=True):
             state.enabled = enabled
+
+
+def high_precision(module: nn.Module) -> AbstractContextManager[None]:
+    """A context in which all FP8 layers of a module compute as `nn.Linear` does."""
+    return only_in_fp8(module, ())
 
 
 def _is_sharded(kind: type) -> bool:

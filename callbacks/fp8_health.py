@@ -37,7 +37,7 @@ class FP8Health(Callback):
     """
 
     def __init__(
-        self, every_n_steps: int = 100, drift: float = 2.0, max_saturated: float = 0.001, per_layer: bool = True
+        self, every_n_steps: int = 100, drift: float = 2.0, max_saturated: float = 0.01, per_layer: bool = True
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("drift", drift), ("max_saturated", max_saturated)):
             if not value > 0:

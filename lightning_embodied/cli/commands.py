@@ -44,6 +44,9 @@ COMMANDS = {
     "collect": Command("record demonstrations from scripted experts", "lightning_embodied.collection:collect"),
     "evaluate": Command("success rates in closed loop, with intervals", "lightning_embodied.cli.evaluate:evaluate"),
     "report": Command("a run on one HTML page, videos included", "lightning_embodied.cli.report:report"),
+    "fp8-report": Command(
+        "what FP8 costs each layer, and which to exclude", "lightning_embodied.cli.fp8_report:fp8_report"
+    ),
     "stats": Command("exact statistics of a dataset's features", "lightning_embodied.cli.stats:stats"),
     "consolidate": Command("one file of a sharded checkpoint", "lightning_embodied.strategies:consolidate"),
     "plan": Command("memory, time and storage on a thousand GPUs", "lightning_embodied.cli.plan:plan"),

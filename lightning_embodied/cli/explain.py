@@ -81,6 +81,8 @@ def _class_name(message: str, parser: ArgumentParser) -> ConfigError | None:
     if match is None:
         return None
     name = match[1].rstrip(".,")
+    if re.search(rf"Problem with given class_path '[\w.]+\.{re.escape(name)}'", message):
+        return None  # it exists, for another of the types allowed here
     names = {leaf: path for base in _bases(message) for leaf, path in _subclasses(base)}
     near = closest(name.rpartition(".")[2], names)
     return ConfigError(

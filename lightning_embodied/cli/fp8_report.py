@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from lightning_embodied.cli.config_files import resolve_config
 from lightning_embodied.cli.lightning_cli import EmbodiedCLI
 from lightning_embodied.errors import ConfigError
-from lightning_embodied.models import PolicyModule, find_checkpoint
+from lightning_embodied.models import LossTerms, PolicyModule, find_checkpoint
 from lightning_embodied.models.loss import positive
 from lightning_embodied.precision import (
     Backend,
@@ -43,7 +44,7 @@ def fp8_report(
     backend: Backend = "emulated",
     exclude: Sequence[str] = (),
     safe_defaults: bool = True,
-    set: Sequence[str] = (),  # noqa: A002 - the option is called --set
+    set: Sequence[str] = (),
     rows: int = 20,
     output: str | None = None,
 ) -> None:
@@ -67,9 +68,19 @@ def fp8_report(
     plugin = FP8Precision(recipe, backend, exclude=exclude, safe_defaults=safe_defaults)
     measured = _Measure(bound, checkpoint)
     built = _built(str(Path(run) / "config.yaml") if directory else run, set)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
-    trainer = Trainer(devices=1, max_steps=1, plugins=plugin, callbacks=[measured], enable_model_summary=False, **quiet)
-    trainer.fit(built.model, datamodule=built.datamodule)
+    trainer = Trainer(
+        devices=1,
+        max_steps=1,
+        plugins=plugin,
+        callbacks=[measured],
+        logger=False,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with suppress(_MeasuredError):
+        trainer.fit(built.model, datamodule=built.datamodule)
     proposal, health = measured.proposal, measured.health
     if proposal is None:
         raise ConfigError("the data has no training batch", where=run)
@@ -97,7 +108,14 @@ def report_table(proposal: ExclusionProposal, health: dict[str, LayerHealth], ro
 
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("layer", overflow="fold")
-    for column in ("gradient,\nit alone", "output", "weight\ngradient", "flushed", "saturated", "amax input, weight, grad"):
+    for column in (
+        "gradient,\nit alone",
+        "output",
+        "weight\ngradient",
+        "flushed",
+        "saturated",
+        "amax input, weight, grad",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     worst = sorted(health, key=lambda name: -proposal.alone[name])
     for name in worst[:rows]:
@@ -106,7 +124,7 @@ def report_table(proposal: ExclusionProposal, health: dict[str, LayerHealth], ro
         shares = [max(layer.flushed.values()), max(layer.saturated.values())]
         table.add_row(
             Text(name, "bold" if name in proposal.excluded else ""),
-            *("–" if number is None else f"{number:.4f}" for number in numbers),
+            *("-" if number is None else f"{number:.4f}" for number in numbers),
             *(f"{share:.2%}" for share in shares),
             "  ".join(f"{value:.2g}" for value in layer.amax.values()),
         )
@@ -143,7 +161,7 @@ def _conclusion(proposal: ExclusionProposal, plugin: FP8Precision) -> str:
 class _BuildOnly(EmbodiedCLI):
     """Builds what `fit` needs and stops there."""
 
-    def fit(self, **kwargs: Any) -> None:  # noqa: D102
+    def fit(self, **kwargs: Any) -> None:
         pass
 
 
@@ -155,8 +173,12 @@ def _built(config: str, changes: Sequence[str]) -> _BuildOnly:
     return _BuildOnly(args=["fit", "--config", resolve_config(config), "--wandb=disabled", *options])
 
 
+class _MeasuredError(Exception):
+    """Ends a run that has measured: a callback has no other way to keep Lightning from the step itself."""
+
+
 class _Measure(Callback):
-    """Measures on the first batch, and stops the run there."""
+    """Measures on the first batch, and ends the run there."""
 
     def __init__(self, bound: float, checkpoint: Path | None) -> None:
         self.bound, self.checkpoint = bound, checkpoint
@@ -169,16 +191,16 @@ class _Measure(Callback):
             content = torch.load(self.checkpoint, map_location=pl_module.device, weights_only=True)
             pl_module.load_state_dict(content["state_dict"])
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> int:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Measures."""
         loss = _loss_of(pl_module, batch, batch_idx)
         with trainer.precision_plugin.train_step_context():
             with observe(pl_module) as observation:
-                loss().backward()
+                torch.autograd.backward(loss())
             self.health = observation.results()
             pl_module.zero_grad()
             self.proposal = propose_exclusions(pl_module, loss, self.bound)
-        trainer.should_stop = True
-        return -1
+        raise _MeasuredError
 
 
 def _loss_of(module: LightningModule, batch: Any, batch_idx: int) -> Callable[[], Tensor]:
@@ -186,7 +208,7 @@ def _loss_of(module: LightningModule, batch: Any, batch_idx: int) -> Callable[[]
     if isinstance(module, PolicyModule):
 
         def mean() -> Tensor:
-            terms = module(batch)
+            terms: LossTerms = module(batch)
             return terms.total / positive(terms.count)
 
         return mean
@@ -195,7 +217,9 @@ def _loss_of(module: LightningModule, batch: Any, batch_idx: int) -> Callable[[]
         output = module.training_step(batch, batch_idx)
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
-            raise ConfigError("the training step returns no loss", where=type(module).__name__, found=type(output).__name__)
+            raise ConfigError(
+                "the training step returns no loss", where=type(module).__name__, found=type(output).__name__
+            )
         return loss
 
     return step

@@ -9,6 +9,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_embodied.models import Pi05Policy
+from lightning_embodied.packing import SampleEncoder, VarlenPackingCollator
+from tests.models.conftest import make_samples, make_spec
+
 ACTIONS, HORIZON, WIDTH = 7, 5, 64
 
 
@@ -77,6 +81,34 @@ class FlowModule(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def tiny_pi05(size: int = 16):
+    """The `tiny` preset of pi0.5 with nothing left at zero, and its loss on a batch of synthetic samples."""
+    torch.manual_seed(0)
+    sizes = {"vision": {"image_size": 16, "patch_size": 8}, "max_action_dim": 16}
+    policy = Pi05Policy(preset="tiny", sizes=sizes, noise_samples_per_observation=4)
+    encoder = SampleEncoder(image_size=(16, 16), patch_size=8, prompt="pi05").to_config()
+    policy.spec = make_spec(encoder={**encoder, "state_range": [[-10.0] * 5, [10.0] * 5]})
+    policy.configure_model()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.02)
+    packed = VarlenPackingCollator(policy.encoder)(make_samples(size))
+
+    def loss(module):
+        torch.manual_seed(1)
+        terms = module(packed)
+        return terms.total / terms.count
+
+    return policy, loss
+
+
+def small_dit(size: int = 16):
+    """The DiT and its loss on a batch."""
+    one = batch(size)
+    return FlowModule(), lambda module: module(one)
 
 
 def samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:

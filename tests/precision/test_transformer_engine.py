@@ -67,7 +67,7 @@ def test_it_computes_on_the_layers_own_weight_and_adds_nothing_to_the_model(engi
     keys, x = list(plain.state_dict()), torch.randn(5, 64)
     expected = plain(x)
     FP8Precision("delayed", "transformer_engine").convert_module(plain)
-    assert torch.equal(plain(x), expected)
+    torch.testing.assert_close(plain(x), expected, rtol=1e-6, atol=1e-6)  # the bias is added by another kernel
     plain(x).sum().backward()
     assert plain[0].weight.grad is not None
     assert list(plain.state_dict()) == keys

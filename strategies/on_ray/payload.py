@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _FORWARDED = ("PL_", "WANDB_", "HF_", "NCCL_", "GLOO_", "TORCH_", "CUBLAS_", "OMP_", "MKL_", "HYDRA_", "MUJOCO_GL")
 _NOT_FORWARDED = ("HF_HOME",)  # a path of the driver's machine
+# W&B's background process of the driver. Workers that shared it would outlive themselves there: a run whose worker was
+# killed stays "in use" and cannot be continued.
+_NOT_SHARED = "WANDB_SERVICE"
 
 
 @dataclass
@@ -95,6 +98,7 @@ class Payload:
     def prepare_process(self) -> None:
         """Gives this process the driver's environment variables, working directory and search path."""
         os.environ.update(self.environment)
+        os.environ.pop(_NOT_SHARED, None)  # forwarded above, or inherited through a cluster that the driver started
         if os.path.isdir(self.directory):  # not on a node without the driver's file system
             os.chdir(self.directory)
         sys.path.extend(entry for entry in self.path if entry not in sys.path and os.path.exists(entry))

@@ -34,7 +34,12 @@ def run(directory, command, config):
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     ended = subprocess.run(
-        [sys.executable, *command, "--config", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *command, "--config", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
@@ -50,6 +55,16 @@ def test_a_stock_lightning_cli(tmp_path):
     assert len(losses(tmp_path / "ray")) == 4
 
 
+@pytest.fixture
+def wandb_service():
+    """W&B's background process, as a notebook has it that logged something: what it starts inherits its address."""
+    wandb = pytest.importorskip("wandb")
+    wandb.setup().ensure_service()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("wandb_service")
 def test_lightning_embodied_fit_survives_a_lost_worker(tmp_path):
     config = yaml.safe_load((ROOT / "configs/tabletop.yaml").read_text())
     config["model"]["init_args"] |= {"width": 16, "expert_width": 16, "depth": 1, "heads": 1}

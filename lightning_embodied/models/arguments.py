@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
 from lightning_embodied.errors import ConfigError
+from lightning_embodied.models.base import LightningModule
 
 
 def plain_arguments(policy: LightningModule) -> dict[str, Any]:

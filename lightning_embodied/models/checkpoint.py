@@ -55,7 +55,7 @@ def load_policy(checkpoint: str | Path, map_location: str | torch.device = "cpu"
                 expected=key,
                 mend="take a checkpoint that a PolicyModule wrote during `fit`",
             )
-    policy = _create(path, content["policy_class"])
+    policy = create_policy(content["policy_class"], path)
     policy.spec = PolicySpec.from_dict(content["policy_spec"])
     try:
         policy.configure_model()
@@ -113,7 +113,16 @@ def _unreadable(path: Path, error: Exception | None, found: str) -> CheckpointEr
     )
 
 
-def _create(path: Path, entry: Mapping[str, Any]) -> PolicyModule:
+def create_policy(entry: Mapping[str, Any], path: Path) -> PolicyModule:
+    """An unbuilt policy.
+
+    Args:
+        entry: Its class and arguments, as `PolicyModule.on_save_checkpoint` writes them.
+        path: The file they are from, for error messages.
+
+    Raises:
+        CheckpointError: There is no such class, it is no policy's, or it takes other arguments.
+    """
     class_path, arguments = str(entry["class_path"]), dict(entry["init_args"])
     module_name, _, name = class_path.rpartition(".")
     try:

@@ -13,10 +13,9 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lightning_embodied.errors import ConfigError, import_extra
@@ -25,6 +24,9 @@ from lightning_embodied.models.loss import LossTerms
 from lightning_embodied.models.module import PolicyModule
 from lightning_embodied.models.observations import Observations, check_observations
 from lightning_embodied.models.spec import PolicySpec
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 Batch = dict[str, Any]
 """Stacked samples, as `LeRobotDataModule` makes them without a collator."""

@@ -9,18 +9,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.features import Feature
 from lightning_embodied.models.arguments import plain_arguments
 from lightning_embodied.models.augmentation import shift_pictures
+from lightning_embodied.models.base import LightningModule
 from lightning_embodied.models.lora import LoRA, add_lora, merge_lora
 from lightning_embodied.models.loss import GlobalMean, LossTerms
 from lightning_embodied.models.normalizer import Normalization, Normalizer
@@ -33,6 +31,9 @@ from lightning_embodied.models.observations import (
 from lightning_embodied.models.optimization import adamw, warmup_cosine
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.packing import PackedBatch, SampleEncoder
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 Generators = torch.Generator | Sequence[torch.Generator]
 """Source of sampling noise: one for a batch, or one a row, which makes a row independent of its neighbours."""
@@ -263,6 +264,8 @@ class PolicyModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with warm-up and cosine decay over the run."""
+        from lightning.pytorch.plugins.precision import MixedPrecision
+
         fused = not isinstance(self.trainer.precision_plugin, MixedPrecision)
         optimizer = adamw(self.parameters(), self.learning_rate, self.weight_decay, fused=fused)
         total = self.trainer.estimated_stepping_batches

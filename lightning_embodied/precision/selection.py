@@ -6,8 +6,8 @@ actions, the modulations of adaptive norms, embeddings and language-model heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -80,12 +80,16 @@ class Selection:
         exclude: Patterns of full names that stay; stronger than `include`.
         safe_defaults: Whether sensitive layers stay even if included.
         multiple: What in and out features must be multiples of.
+        kept: More that stays by default: for each reason patterns of any part of a layer's name.
+        where: Whose options these are, for error messages.
     """
 
     include: Sequence[str]
     exclude: Sequence[str]
     safe_defaults: bool
-    multiple: int
+    multiple: int = 1
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    where: str = "FP8Precision"
 
     def verdict(self, names: Sequence[str], layer: nn.Linear, kind: type[nn.Module]) -> LayerVerdict:
         """Decides on a layer.
@@ -95,7 +99,7 @@ class Selection:
             layer: The layer.
             kind: Its class, wrappers of sharding looked through.
         """
-        reason = next((reason for name in names if (reason := self._reason_to_stay(name))), None)
+        reason = self.reason_to_stay(names)
         sizes = layer.in_features, layer.out_features
         if kind is not nn.Linear:
             reason = f"{kind.__name__} is a class of its own"
@@ -103,12 +107,16 @@ class Selection:
             reason = f"{sizes[0]} to {sizes[1]} features: FP8 kernels take multiples of {self.multiple}"
         return LayerVerdict(names[0], reason is None, reason or "included", *sizes)
 
+    def reason_to_stay(self, names: Iterable[str]) -> str | None:
+        """Why a layer stays in high precision by its names, any of them; None if nothing keeps it there."""
+        return next((reason for name in names if (reason := self._reason_to_stay(name))), None)
+
     def _reason_to_stay(self, name: str) -> str | None:
         if pattern := _first_match(self.exclude, name):
             return f"excluded by {pattern!r}"
         if not _first_match(self.include, name):
             return "not included"
-        return _reason_by_default(name) if self.safe_defaults else None
+        return _reason_by_default(name, {**_KEPT, **self.kept}) if self.safe_defaults else None
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raises `ConfigError` if a pattern matches no linear layer; names it."""
@@ -118,7 +126,7 @@ class Selection:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise ConfigError(
                         "a pattern matches no linear layer",
-                        where=f"FP8Precision.{option}",
+                        where=f"{self.where}.{option}",
                         found=pattern,
                         expected="full names such as " + ", ".join(names[:: max(1, len(names) // 4)][:4])
                         if names
@@ -131,10 +139,10 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _reason_by_default(name: str) -> str | None:
+def _reason_by_default(name: str, kept: Mapping[str, Sequence[str]]) -> str | None:
     parts = name.lower().split(".")
     last = next((part for part in reversed(parts) if not part.isdigit()), "")
-    for reason, patterns in _KEPT.items():
+    for reason, patterns in kept.items():
         if any(_first_match(patterns, part) for part in parts):
             return f"{reason} (safe default)"
     for reason, patterns in _KEPT_LAST.items():

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_embodied.quantization.choice import LayerChoice, choose_layers, planned_bytes
     from lightning_embodied.quantization.formats import (
         FORMATS,
         WeightFormat,
@@ -15,10 +16,35 @@ if TYPE_CHECKING:
         quantize,
         relative_error,
     )
+    from lightning_embodied.quantization.loading import load_policy
+    from lightning_embodied.quantization.quantizing import Quantization, Recipe, calibrate, quantize_policy
+    from lightning_embodied.quantization.saving import save_policy
 
-__all__ = ["FORMATS", "WeightFormat", "dequantize", "format_of", "quantize", "relative_error"]
+__all__ = [
+    "FORMATS",
+    "LayerChoice",
+    "Quantization",
+    "Recipe",
+    "WeightFormat",
+    "calibrate",
+    "choose_layers",
+    "dequantize",
+    "format_of",
+    "load_policy",
+    "planned_bytes",
+    "quantize",
+    "quantize_policy",
+    "relative_error",
+    "save_policy",
+]
 
-_MODULES = {"formats": ("FORMATS", "WeightFormat", "dequantize", "format_of", "quantize", "relative_error")}
+_MODULES = {
+    "choice": ("LayerChoice", "choose_layers", "planned_bytes"),
+    "formats": ("FORMATS", "WeightFormat", "dequantize", "format_of", "quantize", "relative_error"),
+    "loading": ("load_policy",),
+    "quantizing": ("Quantization", "Recipe", "calibrate", "quantize_policy"),
+    "saving": ("save_policy",),
+}
 
 
 def __getattr__(name: str) -> object:

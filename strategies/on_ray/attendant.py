@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from lightning_embodied.strategies.on_ray.board import WorkerRecord
+from lightning_embodied.strategies.on_ray.ranks import WorkerRecord
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from lightning_embodied.strategies.on_ray.checkpoints import CheckpointLog, KeptGenerators
 from lightning_embodied.strategies.on_ray.failures import FailureKind, RankFailure
-from lightning_embodied.strategies.on_ray.ranks import Beginning
+from lightning_embodied.strategies.on_ray.halt import Halt, HaltPoint
+from lightning_embodied.strategies.on_ray.ranks import Beginning, WorkerRecord
 
 
 @dataclass(frozen=True)
@@ -29,29 +30,6 @@ class BoardConfig:
     max_restarts: int
     hang_timeout: float
     payload: list[Any] = field(default_factory=list)
-
-
-@dataclass
-class WorkerRecord:
-    """One worker of the attempt.
-
-    Args:
-        rank: Its rank.
-        pid: Its process.
-        node_id: Ray's id of its node.
-        node: The node's host name.
-        heard: When it last gave a sign of life, in this process's monotonic seconds.
-        knows_stop: Whether it has been told to stop.
-        hung: Whether it went silent.
-    """
-
-    rank: int
-    pid: int
-    node_id: str
-    node: str
-    heard: float
-    knows_stop: bool = False
-    hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +59,7 @@ class RunBoard:
         self._output: list[tuple[str, str]] = []
         self._attempt = -1
         self._restarts = 0
-        self._stop_reason: str | None = None
-        self._stop_at: int | None = None
+        self._halt = Halt()
         self._world_size = 0
         self._workers: dict[int, WorkerRecord] = {}
         self._failures: dict[int, RankFailure] = {}
@@ -100,7 +77,7 @@ class RunBoard:
         """
         self._attempt += 1
         self._world_size = world_size
-        self._stop_at = None
+        self._halt.begin()
         self._workers, self._failures, self._results = {}, {}, {}
         newest = self._checkpoints.newest() if self._attempt else None
         return Beginning(self._attempt, *newest) if newest else Beginning(self._attempt)
@@ -127,12 +104,12 @@ class RunBoard:
             knows_stop: Whether it has been told to stop.
 
         Returns:
-            Whether the run is to stop.
+            Whether all ranks are to save and stop.
         """
         if attempt == self._attempt and rank in self._workers:
             record = self._workers[rank]
             record.heard, record.knows_stop = time.monotonic(), knows_stop
-        return self._stop_reason is not None
+        return self._halt.wanted
 
     def leave(self, attempt: int, rank: int) -> None:
         """A worker is done and will give no more signs of life.
@@ -154,16 +131,19 @@ class RunBoard:
         if attempt == self._attempt:
             self._failures.setdefault(failure.rank, failure)
 
-    def finish(self, attempt: int, rank: int, result: bytes) -> None:
+    def finish(self, attempt: int, rank: int, result: bytes, stopped: bool = False) -> None:
         """A rank came to its end.
 
         Args:
             attempt: The attempt of the worker.
             rank: Its rank.
             result: What it sends to the driver.
+            stopped: Whether it saved and stopped because it was asked to.
         """
         if attempt == self._attempt:
             self._results[rank] = result
+            if stopped:
+                self._halt.saved(rank)
 
     def saving(self, path: str) -> None:
         """A checkpoint is about to be written: what was there before no longer counts."""
@@ -240,32 +220,41 @@ class RunBoard:
         Args:
             reason: Who wants it and why.
         """
-        self._stop_reason = self._stop_reason or reason
+        self._halt.request(reason)
 
     def stop_reason(self) -> str | None:
         """Why the run is to stop; None when it is not."""
-        return self._stop_reason
+        return self._halt.reason
 
-    def stop_after(self, attempt: int, rank: int, batches: int) -> int | None:
-        """The batch after which all ranks stop, decided once rank 0 asks and every rank has been told.
+    def request_resize(self) -> None:
+        """All ranks are to save and stop, for another number of them to go on."""
+        self._halt.request_resize()
+
+    def resizes(self) -> bool:
+        """Whether all ranks have saved and stopped so that another number of them goes on."""
+        return self._halt.goes_on(self._world_size)
+
+    def awaits_resize(self, rank: int) -> bool:
+        """Whether a rank has saved and is about to be replaced.
+
+        Args:
+            rank: The rank.
+        """
+        return self._halt.waits(rank)
+
+    def halt_point(self, attempt: int, rank: int, batches: int) -> HaltPoint | None:
+        """Where all ranks stop; see `Halt.point`.
 
         Args:
             attempt: The attempt of the worker.
             rank: Its rank.
             batches: Training batches it has done in this attempt.
-
-        Returns:
-            Number of batches; None while that is not decided. No rank can be past it: it lies two batches ahead of
-            rank 0, and a rank only ends a batch that rank 0 has begun.
         """
         if attempt != self._attempt:
             return None
-        told = len(self._workers) == self._world_size and all(
-            record.knows_stop for record in self._workers.values() if record.rank != rank
-        )
-        if self._stop_at is None and rank == 0 and told:
-            self._stop_at = batches + 2
-        return self._stop_at
+        others = (record for record in self._workers.values() if record.rank != rank)
+        all_told = len(self._workers) == self._world_size and all(record.knows_stop for record in others)
+        return self._halt.point(rank, batches, all_told)
 
     def may_restart(self, lost: dict[int, str]) -> bool:
         """Whether a failed attempt is followed by another; counts it if so.
@@ -278,7 +267,7 @@ class RunBoard:
             node, pid = (record.node, record.pid) if record else ("unknown", 0)
             self.fail(self._attempt, RankFailure(rank, FailureKind.DIED, summary, node, pid))
         user_error = any(failure.kind is FailureKind.EXCEPTION for failure in self._failures.values())
-        if user_error or self._stop_reason is not None or self._restarts >= self._config.max_restarts:
+        if user_error or self._halt.reason is not None or self._restarts >= self._config.max_restarts:
             return False
         self._restarts += 1
         return True

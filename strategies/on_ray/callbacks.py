@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from lightning_embodied.strategies.on_ray.strategy import RayStrategyMixin
 
 
+BETWEEN_SIZES = "resized-"  # begins the names of checkpoints that are needed until the next one only
+
+
 class RunStopped(BaseException):
     """The run was asked to stop and is saved.
 
@@ -69,7 +72,7 @@ class GoesOnDrawing(Callback):
 
 
 class StopTogether(Callback):
-    """Saves and stops all ranks at the same batch once the run is asked to stop.
+    """Saves and stops all ranks at the same batch once the run is asked to stop, or to go on with other workers.
 
     Costs nothing before: whether a stop is wanted comes with the answer to this worker's sign of life.
 
@@ -88,9 +91,10 @@ class StopTogether(Callback):
         self._batches += 1
         if not self._client.stop_requested:
             return
-        last = self._client.stop_after(self._batches)
-        if last is not None and self._batches >= last:
-            path = str(_directory(trainer) / f"stopped-step={trainer.global_step}.ckpt")
+        point = self._client.halt_point(self._batches)
+        if point is not None and self._batches >= point.batches:
+            prefix = BETWEEN_SIZES if point.resize else "stopped-"
+            path = str(_directory(trainer) / f"{prefix}step={trainer.global_step}.ckpt")
             trainer.save_checkpoint(path)
             raise RunStopped(path)
 

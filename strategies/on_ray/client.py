@@ -18,6 +18,7 @@ from lightning_embodied.strategies.on_ray.failures import RankFailure
 from lightning_embodied.strategies.on_ray.ranks import sigterm_received
 
 if TYPE_CHECKING:
+    from lightning_embodied.strategies.on_ray.halt import HaltPoint
     from lightning_embodied.strategies.on_ray.ranks import Assignment
 
 _BEAT_SECONDS = 1.0
@@ -55,9 +56,9 @@ class BoardClient:
         """Tells of an exception, before the other ranks notice that this one is gone."""
         self._ask("fail", self._attempt, RankFailure.of(error, self._rank, os.getpid()))
 
-    def finished(self, result: bytes) -> None:
-        """Hands over what this rank sends to the driver."""
-        self._ask("finish", self._attempt, self._rank, result)
+    def finished(self, result: bytes, stopped: bool) -> None:
+        """Hands over what this rank sends to the driver, and whether it stopped because it was asked to."""
+        self._ask("finish", self._attempt, self._rank, result, stopped)
 
     def saving(self, path: str) -> None:
         """A checkpoint is about to be written."""
@@ -84,9 +85,9 @@ class BoardClient:
         """Shows text on the driver's terminal; does not wait for it."""
         self._board.write.remote(stream, text)
 
-    def stop_after(self, batches: int) -> int | None:
-        """The batch after which all ranks stop; see `RunBoard.stop_after`."""
-        answer: int | None = self._ask("stop_after", self._attempt, self._rank, batches)
+    def halt_point(self, batches: int) -> HaltPoint | None:
+        """Where all ranks stop; see `Halt.point`."""
+        answer: HaltPoint | None = self._ask("halt_point", self._attempt, self._rank, batches)
         return answer
 
     def _ask(self, method: str, *args: Any) -> Any:

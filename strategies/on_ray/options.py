@@ -26,6 +26,7 @@ class RayOptions:
         max_restarts: Restarts before a failure ends the run.
         hang_timeout: Seconds without a sign of life after which a worker is killed.
         start_timeout: Seconds that the cluster has to start all workers.
+        resize_interval: Seconds that an elastic run keeps its size before it takes in more workers.
         stop_grace: Seconds that ranks have to save and stop once asked to.
         bring_back_weights: Whether the driver's module gets the trained weights.
     """
@@ -39,17 +40,23 @@ class RayOptions:
     max_restarts: int
     hang_timeout: float
     start_timeout: float
+    resize_interval: float
     stop_grace: float
     bring_back_weights: bool
 
     def __post_init__(self) -> None:
         _check(self.worker_range[0] >= 1, "num_workers", self.worker_range[0], "at least one worker")
         _check(self.worker_range[0] <= self.worker_range[1], "num_workers", list(self.worker_range), "[least, most]")
-        fixed = self.worker_range[0] == self.worker_range[1]
-        _check(self.restart == "cold" or fixed, "num_workers", list(self.worker_range), "one number with restart: warm")
+        gathered = self.restart == "cold" or not self.elastic or self.placement == "pack"
+        _check(gathered, "placement", self.placement, "pack, for num_workers: [least, most] with restart: warm")
         _check(self.max_restarts >= 0, "max_restarts", self.max_restarts, "0 or more")
-        for name in ("hang_timeout", "start_timeout", "stop_grace"):
+        for name in ("hang_timeout", "start_timeout", "resize_interval", "stop_grace"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "a positive number of seconds")
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change during a run."""
+        return self.worker_range[0] < self.worker_range[1]
 
 
 def worker_range(num_workers: int | Sequence[int] | None, devices: int) -> tuple[int, int]:

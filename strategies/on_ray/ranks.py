@@ -66,6 +66,29 @@ class Assignment:
         os.environ.update({name: str(value) for name, value in values.items()})
 
 
+@dataclass
+class WorkerRecord:
+    """One worker of the attempt.
+
+    Args:
+        rank: Its rank.
+        pid: Its process.
+        node_id: Ray's id of its node.
+        node: The node's host name.
+        heard: When it last gave a sign of life, in this process's monotonic seconds.
+        knows_stop: Whether it has been told to stop.
+        hung: Whether it went silent.
+    """
+
+    rank: int
+    pid: int
+    node_id: str
+    node: str
+    heard: float
+    knows_stop: bool = False
+    hung: bool = False
+
+
 def assign(nodes: list[str], address: str, port: int, beginning: Beginning) -> list[Assignment]:
     """Ranks for workers that are listed in rank order.
 

@@ -11,6 +11,7 @@ from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_embodied.strategies.lightning_compat import set_launcher
+from lightning_embodied.strategies.on_ray.callbacks import BETWEEN_SIZES
 from lightning_embodied.strategies.on_ray.environment import RayEnvironment
 from lightning_embodied.strategies.on_ray.launcher import RayLauncher
 from lightning_embodied.strategies.on_ray.options import Placement, RayOptions, Restart, worker_range
@@ -24,8 +25,9 @@ class RayStrategyMixin(ParallelStrategy):
     """Put before one of Lightning's parallel strategies among the bases of a class.
 
     Args:
-        num_workers: Number of workers, one rank each; `[least, most]` starts as many as the cluster has room for; None
-            takes `trainer.devices` times `trainer.num_nodes`.
+        num_workers: Number of workers, one rank each; None takes `trainer.devices` times `trainer.num_nodes`.
+            `[least, most]` starts as many as the cluster has room for, goes on with fewer after a loss and with more
+            once there is room again.
         address: Of a Ray cluster. None finds the one of RAY_ADDRESS or of this machine and starts one when there is
             none; `local` always starts one.
         resources_per_worker: By Ray's names, such as `{GPU: 1, CPU: 8}`; None is one GPU on GPUs and one CPU.
@@ -37,6 +39,7 @@ class RayStrategyMixin(ParallelStrategy):
             Exceptions of your own code are not retried.
         hang_timeout: Seconds without a sign of life after which a worker counts as hung and is killed.
         start_timeout: Seconds that the cluster has to start all workers.
+        resize_interval: Seconds that an elastic run stays at least as large as it is before it takes in more workers.
         stop_grace: Seconds that all ranks have to save and stop after SIGTERM or Ctrl-C.
         bring_back_weights: Whether the module of the driver has the trained weights after `fit`; off for models that
             do not fit into its memory.
@@ -54,6 +57,7 @@ class RayStrategyMixin(ParallelStrategy):
         max_restarts: int = 3,
         hang_timeout: float = 60.0,
         start_timeout: float = 300.0,
+        resize_interval: float = 60.0,
         stop_grace: float = 120.0,
         bring_back_weights: bool = True,
         **kwargs: Any,
@@ -70,11 +74,13 @@ class RayStrategyMixin(ParallelStrategy):
             "max_restarts": max_restarts,
             "hang_timeout": hang_timeout,
             "start_timeout": start_timeout,
+            "resize_interval": resize_interval,
             "stop_grace": stop_grace,
             "bring_back_weights": bring_back_weights,
         }
         self._client: BoardClient | None = None
         self._abandoned = False
+        self._spare: str | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -108,6 +114,8 @@ class RayStrategyMixin(ParallelStrategy):
         self.environment.assignment = assignment
         self._client = client
         self._abandoned = False
+        began_from = assignment.checkpoint or ""
+        self._spare = began_from if os.path.basename(began_from).startswith(BETWEEN_SIZES) else None
         self.set_world_ranks()
 
     def abandon(self) -> None:
@@ -147,6 +155,7 @@ class RayStrategyMixin(ParallelStrategy):
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         if self._client is not None and resumable:
             self._client.keep_generators(path, step)
+            self._remove_spare(path)
         if client is not None and resumable:
             client.saved(path, step)
 
@@ -159,6 +168,12 @@ class RayStrategyMixin(ParallelStrategy):
         if self._client is not None and self.is_global_zero:
             self._client.removed(_absolute(filepath))
         super().remove_checkpoint(filepath)
+
+    def _remove_spare(self, newer: str) -> None:
+        """Removes what this attempt began from if it was saved for the change of size only."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare != newer:
+            self.remove_checkpoint(spare)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_client": None}

@@ -3,7 +3,8 @@
 Of Ray Train only the controller is used. Lightning makes the process group, so the strategy's backend and timeout
 count; checkpoints are Lightning's; and the board decides whether a failure is followed by a restart, because Ray
 Train would repeat the user's own errors. Uses `ray.train.v2` names that Ray marks as for developers or private:
-`DataParallelTrainer` and three of its methods, `DefaultFailurePolicy` and two callbacks that are left out.
+`DataParallelTrainer` and three of its methods, `DefaultFailurePolicy`, `ElasticScalingPolicy` and two callbacks that
+are left out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,12 @@ from ray.train import BackendConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend
 from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+)
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
@@ -51,6 +59,7 @@ def run(board: Any, options: RayOptions) -> None:
         backend_config=_BoardBackendConfig(board),
         scaling_config=ScalingConfig(
             num_workers=high if low == high else (low, high),
+            elastic_resize_monitor_interval_s=options.resize_interval,
             use_gpu=options.resources.get("GPU", 0) > 0,
             resources_per_worker=options.resources,
             placement_strategy=options.placement.upper(),
@@ -72,14 +81,19 @@ def run(board: Any, options: RayOptions) -> None:
 def _train(board: Any) -> None:
     from lightning_embodied.strategies.on_ray.worker import run_worker  # here, for the controller needs no torch
 
-    run_worker(board, _place[0])
+    place = _place[0]
+    run_worker(board, place)
+    while ray.get(board.awaits_resize.remote(place.rank)):  # Ray Train would count a rank that returns as finished
+        threading.Event().wait(0.5)
 
 
 class _BoardTrainer(DataParallelTrainer):  # type: ignore[misc]  # Ray is not typed
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         board = self.backend_config.board
-        policy = _BoardFailurePolicy(self.run_config.failure_config, board)
-        return super()._initialize_and_run_controller(**{**arguments, "failure_policy": policy})
+        policies: dict[str, Any] = {"failure_policy": _BoardFailurePolicy(self.run_config.failure_config, board)}
+        if self.scaling_config.elasticity_enabled:
+            policies["scaling_policy"] = _BoardScalingPolicy(self.scaling_config, board)
+        return super()._initialize_and_run_controller(**{**arguments, **policies})
 
     def _create_default_callbacks(self) -> list[Any]:
         return [part for part in super()._create_default_callbacks() if not isinstance(part, _NOT_NEEDED)]
@@ -102,6 +116,39 @@ class _BoardFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]  # Ray is
         lost = {rank: str(error) for rank, error in failures.items() if not isinstance(error, WorkerFailedError)}
         again = ray.get(self._board.may_restart.remote(lost))
         return FailureDecision.RETRY if again else FailureDecision.RAISE
+
+
+class _BoardScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]  # Ray is not typed
+    """Runs in Ray Train's controller: has ranks save before their number changes, and knows which nodes are gone."""
+
+    def __init__(self, scaling_config: ScalingConfig, board: Any) -> None:
+        super().__init__(scaling_config)
+        self._board = board
+        self._decided: ResizeDecision | None = None
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        self._decided = None
+        return super().make_decision_for_non_running_worker_group()
+
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: Any, worker_group_status: Any
+    ) -> ScalingDecision:
+        if self._decided is None:
+            decision = super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
+            if not isinstance(decision, ResizeDecision):
+                return decision
+            self._decided = decision
+            ray.get(self._board.request_resize.remote())
+        if not ray.get(self._board.resizes.remote()):
+            return NoopDecision()
+        decided, self._decided = self._decided, None
+        return decided
+
+    def _get_reserved_resources(self) -> dict[str, Any] | None:
+        """Ray goes on to count a node that is lost for up to 20 s, and would wait for a worker on it."""
+        reserved = super()._get_reserved_resources()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return reserved and {node: resources for node, resources in reserved.items() if node in alive}
 
 
 class _BoardBackendConfig(BackendConfig):  # type: ignore[misc]  # Ray is not typed

@@ -1,22 +1,23 @@
-"""Warm restarts: plain actors in a placement group; after a failure those that survive run the next attempt.
+"""Warm restarts: plain actors; after a failure those that survive run the next attempt.
 
-A restart then costs neither starting processes nor importing torch; only the worker that was lost is made anew, in
-the place that the group still holds. The actors also stay between calls, of this Trainer and of later ones that ask
-for the same, until the process ends or something else is asked for.
+A restart then costs neither starting processes nor importing torch; only the worker that was lost is made anew. With an
+elastic number of workers the run goes on without it, and takes it in once it is ready. The actors also stay between
+calls, of this Trainer and of later ones that ask for the same, until the process ends or something else is asked for.
 """
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from lightning_embodied.strategies.on_ray.cluster import no_room, rendezvous
+from lightning_embodied.strategies.on_ray.cluster import rendezvous
 from lightning_embodied.strategies.on_ray.failures import WorkerFailedError
+from lightning_embodied.strategies.on_ray.places import Place, Places
 from lightning_embodied.strategies.on_ray.ranks import Assignment, assign, notice_sigterm
 
 if TYPE_CHECKING:
@@ -59,14 +60,12 @@ class WarmWorkers:
     """The actors of this process, kept over attempts and calls.
 
     Args:
-        options: Of the strategy; its number of workers is fixed.
+        options: Of the strategy.
     """
 
     def __init__(self, options: RayOptions) -> None:
         self.options = options
-        self._count = options.worker_range[1]
-        self._group: Any = None
-        self._actors: dict[int, Any] = {}
+        self._places = Places(options, self._start)
 
     def run(self, board: Any) -> None:
         """Runs a job until its ranks have finished or failed for good; the board tells which.
@@ -78,68 +77,66 @@ class WarmWorkers:
             ConfigError: The cluster never had room for the workers.
         """
         while True:
-            nodes = self._complete()
-            address, port = ray.get(self._actors[0].rendezvous.remote())
-            places = assign(nodes, address, port, ray.get(board.begin.remote(len(nodes))))
-            runs = [self._actors[place.rank].run.remote(board, place) for place in places]
-            if not self._wait(runs):
+            workers = self._places.fill(self.options)
+            places, nodes = [place for place, _ in workers], [node for _, node in workers]
+            address, port = ray.get(places[0].actor.rendezvous.remote())
+            assignments = assign(nodes, address, port, ray.get(board.begin.remote(len(nodes))))
+            pairs = zip(places, assignments, strict=True)
+            runs = [place.actor.run.remote(board, assignment) for place, assignment in pairs]
+            if not self._wait(board, runs, places):
+                if ray.get(board.resizes.remote()):
+                    continue
+                self._places.give_back_requests(places)
                 return
-            if not ray.get(board.may_restart.remote(self._let_go(runs))):
+            if not ray.get(board.may_restart.remote(_let_go(runs, places))):
                 self.close()  # what a user's error left in them is not for the next call
                 return
 
     def close(self) -> None:
         """Ends the actors and gives their places back."""
-        for actor in self._actors.values():
-            ray.kill(actor)
-        self._actors.clear()
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        self._places.close()
 
-    def _complete(self) -> list[str]:
-        """Starts the actors that are missing; gives the node of each."""
-        if self._group is None:
-            bundles = [self.options.resources] * self._count
-            self._group = placement_group(bundles, strategy=self.options.placement.upper())
-        for place in range(self._count):
-            if place not in self._actors:
-                self._actors[place] = self._start(place)
-        try:
-            asked = [self._actors[place].node.remote() for place in range(self._count)]
-            nodes: list[str] = ray.get(asked, timeout=self.options.start_timeout)
-        except GetTimeoutError as error:
-            raise no_room(ray, self.options, f"after {self.options.start_timeout:g} s") from error
-        return nodes
-
-    def _start(self, place: int) -> Any:
+    def _start(self, where: PlacementGroupSchedulingStrategy) -> Any:
         resources = dict(self.options.resources)
-        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
         options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
         if self.options.runtime_env is not None:
             options["runtime_env"] = self.options.runtime_env
         return ray.remote(WarmWorker).options(scheduling_strategy=where, **options).remote()
 
-    def _wait(self, runs: list[Any]) -> bool:
-        """Waits until all are done, or one has failed and the others have had time to notice; tells if one has."""
-        pending, failed = list(runs), False
+    def _wait(self, board: Any, runs: list[Any], places: list[Place]) -> bool:
+        """Waits until all are done, or one has failed and the others have had time to notice; tells if one has.
+
+        Meanwhile lets the run go on with more workers once there are more.
+        """
+        began = time.monotonic()
+        pending, failed, resizing = list(runs), False, False
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=_GRACE_SECONDS if failed else None)
+            coming = [] if failed or resizing else self._places.coming(places)
+            settling = max(0.0, began + self.options.resize_interval - time.monotonic()) if coming else None
+            watched = pending if settling else [*pending, *coming]
+            done, _ = ray.wait(watched, num_returns=1, timeout=_GRACE_SECONDS if failed else settling or None)
             if not done:
-                return True
-            failed = failed or _error(done[0]) is not None
+                if failed:
+                    return True
+            elif done[0] in pending:
+                pending.remove(done[0])
+                failed = failed or _error(done[0]) is not None
+            elif not self._places.replace_dead():
+                resizing = True
+                ray.get(board.request_resize.remote())
         return failed
 
-    def _let_go(self, runs: list[Any]) -> dict[int, str]:
-        """Drops the actors that are dead or stuck; tells what is known about each."""
-        lost = {}
-        for rank, run in enumerate(runs):
-            stuck = not ray.wait([run], timeout=0)[0]
-            error = "did not notice that another rank failed" if stuck else _error(run)
-            if error is not None and not isinstance(error, WorkerFailedError):
-                lost[rank] = str(error)
-                ray.kill(self._actors.pop(rank))
-        return lost
+
+def _let_go(runs: list[Any], places: list[Place]) -> dict[int, str]:
+    """Ends the actors that are dead or stuck; tells what is known about each."""
+    lost = {}
+    for rank, (run, place) in enumerate(zip(runs, places, strict=True)):
+        stuck = not ray.wait([run], timeout=0)[0]
+        error = "did not notice that another rank failed" if stuck else _error(run)
+        if error is not None and not isinstance(error, WorkerFailedError):
+            lost[rank] = str(error)
+            place.empty()
+    return lost
 
 
 _kept: list[tuple[tuple[Any, ...], WarmWorkers]] = []

@@ -43,7 +43,8 @@ def run_worker(board: Any, assignment: Assignment) -> None:
     with BoardClient(board, assignment) as client:
         try:
             payload: Payload = ray.get(ray.get(board.payload.remote())[0])
-            client.finished(_run(payload, assignment, client).to_bytes())
+            result = _run(payload, assignment, client)
+            client.finished(result.to_bytes(), stopped=result.stopped is not None)
         except BaseException as error:
             client.failed(error)
             raise WorkerFailedError(f"rank {assignment.rank}: {type(error).__name__}: {error}") from None

@@ -17,6 +17,7 @@ from lightning_embodied.strategies.on_ray.board import BoardConfig, RunBoard
 from lightning_embodied.strategies.on_ray.checkpoints import CheckpointLog
 from lightning_embodied.strategies.on_ray.cluster import cluster_here, project_modules, staged_project
 from lightning_embodied.strategies.on_ray.failures import FailureKind, RankFailure, classify, to_raise
+from lightning_embodied.strategies.on_ray.halt import HaltPoint
 from lightning_embodied.strategies.on_ray.options import worker_range
 from lightning_embodied.strategies.on_ray.payload import forwarded_environment
 from lightning_embodied.strategies.on_ray.ranks import Beginning, assign
@@ -118,17 +119,47 @@ def test_a_silent_rank_is_reported_once():
 
 def test_ranks_stop_only_when_all_have_been_told():
     it = board()
-    assert it.stop_after(0, 0, batches=5) is None
+    assert it.halt_point(0, 0, batches=5) is None
     it.request_stop("why")
     it.request_stop("another")
     assert it.stop_reason() == "why"
     assert it.beat(0, 1, knows_stop=False)
-    assert it.stop_after(0, 0, batches=6) is None
+    assert it.halt_point(0, 0, batches=6) is None
     it.beat(0, 1, knows_stop=True)
-    assert it.stop_after(0, 1, batches=7) is None
-    assert it.stop_after(0, 0, batches=7) == 9
-    assert it.stop_after(0, 1, batches=8) == 9
+    assert it.halt_point(0, 1, batches=7) is None
+    assert it.halt_point(0, 0, batches=7) == HaltPoint(9, resize=False)
+    assert it.halt_point(0, 1, batches=8) == HaltPoint(9, resize=False)
     assert not it.may_restart({0: "killed"})
+
+
+def test_another_number_of_ranks_goes_on_once_all_have_saved():
+    it = board()
+    assert not it.beat(0, 1, knows_stop=False)
+    it.request_resize()
+    assert it.beat(0, 1, knows_stop=False)
+    it.beat(0, 1, knows_stop=True)
+    assert it.halt_point(0, 0, batches=3) == HaltPoint(5, resize=True)
+    it.finish(0, 1, b"", stopped=True)
+    assert it.awaits_resize(1)
+    assert not it.awaits_resize(0)
+    assert not it.resizes()
+    it.finish(0, 0, b"", stopped=True)
+    assert it.resizes()
+    it.begin(3)
+    assert not it.resizes()
+    assert not it.beat(1, 0, knows_stop=False)
+
+
+@pytest.mark.parametrize("ends", ["finished", "told to stop"])
+def test_a_run_that_ends_is_not_resized(ends):
+    it = board()
+    it.request_resize()
+    for rank in range(2):
+        it.finish(0, rank, b"", stopped=ends == "told to stop")
+    if ends == "told to stop":
+        it.request_stop("why")
+    assert not it.resizes()
+    assert not it.awaits_resize(0)
 
 
 def test_resumes_from_the_last_checkpoint_that_is_whole(tmp_path):
@@ -216,7 +247,8 @@ def test_number_of_workers(given_workers, expected):
         ({"num_workers": 0}, "num_workers"),
         ({"num_workers": [3, 2]}, "num_workers"),
         ({"num_workers": [3]}, "num_workers"),
-        ({"num_workers": [2, 3], "restart": "warm"}, "num_workers"),
+        ({"num_workers": [2, 3], "restart": "warm", "placement": "spread"}, "placement"),
+        ({"num_workers": [2, 3], "resize_interval": 0.0}, "resize_interval"),
         ({"num_workers": 1, "hang_timeout": 0.0}, "hang_timeout"),
         ({"num_workers": 1, "max_restarts": -1}, "max_restarts"),
     ],
@@ -245,6 +277,7 @@ def test_the_board_needs_no_torch():
     [
         ("RayDDPStrategy", {"num_workers": [2, 4], "bucket_cap_mb": 10, "static_graph": True, "timeout": "0:00:15"}),
         ("RayFSDPStrategy", {"num_workers": 4, "restart": "warm", "units": ["Linear"], "replicate": 2}),
+        ("RayFSDPStrategy", {"num_workers": [1, 4], "restart": "warm", "resize_interval": 600}),
     ],
 )
 def test_all_options_are_plain_yaml(name, options):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_embodied.attention.varlen import varlen_attention
+from lightning_embodied.counts import check_count, check_counts
 
 _Range = tuple[int, int]
 
@@ -64,12 +65,16 @@ class BlockLayout:
             sample before it: `[[700, 50]]` is pi0.5 (prefix, actions), `[[700, 1, 50]]` pi0 (prefix, state, actions),
             `[[700] + [1] * 50]` SmolVLA (causal actions). A block may be empty.
         device: Where the tokens are.
+
+    Raises:
+        ConfigError: A length is not a whole number from 0 on.
     """
 
     def __init__(self, blocks: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> None:
         segments: list[_Segment] = []
         start = 0
-        for lengths in blocks:
+        for sample, given in enumerate(blocks):
+            lengths = check_counts(given, f"BlockLayout(blocks=…)[{sample}]")
             for stop, end, causal in _segments(lengths):
                 segments.append(_Segment((start + stop, start + end), ((start, start + end),), causal))
             start += sum(lengths)
@@ -108,6 +113,9 @@ class PrefixSuffixLayout:
 
     Attributes:
         position_ids: int64 `[B * R * H]`: positions of the suffix tokens, counted on from their prefix.
+
+    Raises:
+        ConfigError: A length is not a whole number from 0 on, or there is no draw or no suffix token.
     """
 
     def __init__(
@@ -117,7 +125,10 @@ class PrefixSuffixLayout:
         draws: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        horizon, total = sum(suffix_blocks), sum(prefix_lengths)
+        prefix_lengths = check_counts(prefix_lengths, "PrefixSuffixLayout(prefix_lengths=…)")
+        suffix_blocks = check_counts(suffix_blocks, "PrefixSuffixLayout(suffix_blocks=…)")
+        draws = check_count(draws, "PrefixSuffixLayout(draws=…)")
+        horizon, total = check_count(sum(suffix_blocks), "PrefixSuffixLayout(suffix_blocks=…)"), sum(prefix_lengths)
         starts = [0, *accumulate(prefix_lengths)]
         segments = [
             _Segment(

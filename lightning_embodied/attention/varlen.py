@@ -51,46 +51,70 @@ def varlen_attention(
     """
     _check_tensors(query, key, value)
     scale = query.shape[2] ** -0.5 if scale is None else scale
+    if isinstance(scale, Tensor):
+        raise ConfigError("the scale is a tensor, to which attention gives no gradient", expected="a Python float")
     segments = Segments(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale)
     _check_segments(segments, query.shape[0], key.shape[0])
+    _check_devices(query, key, value, cu_seqlens_q, cu_seqlens_k)
     query, key, value = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (query, key, value))
     return choose_backend(query, backend).kernel(query, key, value, segments)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    fits = query.dim() == key.dim() == 3 and key.shape == value.shape and query.shape[2] == key.shape[2]
+    for name, rows in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(rows, Tensor):
+            raise ConfigError(f"{name} is no tensor", found=type(rows).__name__)
+    fits = query.dim() == key.dim() == 3 and key.shape == value.shape and query.shape[2] == key.shape[2] > 0
     if not fits or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ConfigError(
             "query, key and value do not fit each other",
             found=f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}",
             expected="[Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, D] with Hq a multiple of Hkv",
         )
-    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point() or query.dtype.itemsize < 2:
         raise ConfigError(
             "query, key and value do not share one floating dtype",
             found=f"{query.dtype}, {key.dtype}, {value.dtype}",
+            expected="float16, bfloat16, float32 or float64 for all three",
         )
 
 
 def _check_segments(segments: Segments, queries: int, keys: int) -> None:
+    for name, cu_seqlens in (("q", segments.cu_q), ("k", segments.cu_k)):
+        is_tensor = isinstance(cu_seqlens, Tensor)
+        if not is_tensor or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+            raise ConfigError(
+                f"cu_seqlens_{name} are not cumulative lengths",
+                found=f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__,
+                expected="a tensor, int32 [B + 1], with at least one segment",
+            )
     if segments.cu_q.shape != segments.cu_k.shape:
         raise ConfigError(
             "queries and keys differ in their number of segments",
             found=f"{segments.cu_q.shape[0] - 1} and {segments.cu_k.shape[0] - 1}",
+            expected="as many of keys as of queries; a segment may be empty",
         )
     _check_lengths("q", segments.cu_q, segments.max_q, queries)
     _check_lengths("k", segments.cu_k, segments.max_k, keys)
 
 
-def _check_lengths(name: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None:
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+def _check_devices(*tensors: Tensor) -> None:
+    if any(tensor.device != tensors[0].device for tensor in tensors):
         raise ConfigError(
-            f"cu_seqlens_{name} are not cumulative lengths",
-            found=f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}",
-            expected="int32 [B + 1] with at least one segment",
+            "query, key, value and cumulative lengths lie on different devices",
+            found=", ".join(str(tensor.device) for tensor in tensors),
+            expected="one device for all",
+            mend="move the batch whole, as `PackedBatch.to` does",
         )
+
+
+def _check_lengths(name: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None:
     if not isinstance(max_seqlen, int | torch.SymInt):
-        raise ConfigError(f"max_seqlen_{name} is not a Python int", found=type(max_seqlen).__name__)
+        raise ConfigError(
+            f"max_seqlen_{name} is not a Python int",
+            found=type(max_seqlen).__name__,
+            mend="call `int()` on it once a batch: reading a GPU's tensor in every layer stalls the GPU",
+        )
     # reading a CUDA tensor here would wait for the device; under compilation there is nothing to read
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return

@@ -28,6 +28,7 @@ _NO_ATTRIBUTE = re.compile(
 )
 _BASE = re.compile(r"<class '([\w.]+)'>|\b(?:list|List|Sequence|Iterable)\[([\w.]+)\]")
 _EXPECTED = re.compile(r"Expected a (.+?)(?:\. Got value: (.*))?$", re.MULTILINE)
+_MAPPING = re.compile(r"(Unexpected|Missing required) keys: \{(.+)\}")
 _GIVEN = re.compile(r"Given value: (.*)$", re.MULTILINE)
 
 
@@ -38,7 +39,7 @@ def explain(message: str, parser: ArgumentParser) -> str:
         message: What jsonargparse says.
         parser: The parser it came from; its options are the candidates for a mistyped one.
     """
-    rules: list[Callable[[str, ArgumentParser], ConfigError | None]] = [_class_name, _option, _value]
+    rules: list[Callable[[str, ArgumentParser], ConfigError | None]] = [_class_name, _option, _mapping, _value]
     for rule in rules:
         error = rule(message, parser)
         if error is not None:
@@ -73,6 +74,20 @@ def _unknown_key(key: str, known: list[str], where: str | None = None) -> Config
         expected="one of " + ", ".join(sorted(known)) if few and known else None,
         mend=f"did you mean {near!r}?" if near else None,
     )
+
+
+def _mapping(message: str, parser: ArgumentParser) -> ConfigError | None:
+    """A mapping with a key too many or too few."""
+    match = _MAPPING.search(message)
+    if match is None:
+        return None
+    where = ".".join(dict.fromkeys(_KEY.findall(message))) or None
+    innermost = message[message.rfind("Subtypes:", 0, match.start()) :]
+    known = [key for base in _bases(innermost) for key in getattr(base, "__annotations__", {})]
+    key = sorted(re.findall(r"'([^']+)'", match[2]))[0]
+    if match[1] == "Unexpected":
+        return _unknown_key(key, known, where)
+    return ConfigError(f"the key {key!r} is missing", where=where, expected=f"a mapping with {key!r} in it")
 
 
 def _class_name(message: str, parser: ArgumentParser) -> ConfigError | None:

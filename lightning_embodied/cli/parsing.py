@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser
 
 from lightning_embodied.cli.explain import explain
+from lightning_embodied.errors import EmbodiedError
 
 
 class ReadableErrors:
@@ -31,6 +32,27 @@ class ReadableErrors:
         name = parser.prog.replace(" [options]", "")
         print(f"error: {explain(message, parser)}\n`{name} --help` lists the options", file=sys.stderr)
         sys.exit(2)
+
+    def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the objects that a configuration names.
+
+        Args:
+            args: Of `ArgumentParser.instantiate_classes`.
+            kwargs: Of `ArgumentParser.instantiate_classes`.
+
+        Raises:
+            EmbodiedError: A class of ours refuses its arguments. The parser takes that for a value of another type,
+                and would report the failure of every type allowed there.
+        """
+        try:
+            return super().instantiate_classes(*args, **kwargs)  # type: ignore[misc]
+        except ValueError as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, EmbodiedError):
+                    raise cause from None
+                cause = cause.__cause__
+            raise
 
 
 class CommandParser(ReadableErrors, ArgumentParser):

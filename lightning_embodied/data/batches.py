@@ -193,9 +193,9 @@ class TokenBatches(Batches):
                 found=f"{list(self.lengths.shape)}",
                 expected=f"[{order.size}]",
             )
-        if plan.options.over_budget == "error":
-            check_budget(self.lengths.tolist(), plan.token_budget)
         self.dropped = np.flatnonzero(self.lengths > plan.token_budget)
+        if plan.options.over_budget == "error" or len(self.dropped) == order.size:
+            check_budget(self.lengths.tolist(), plan.token_budget)
         self._planned: tuple[Place, list[list[Pack]]] | None = None
 
     def steps(self, place: Place) -> int:

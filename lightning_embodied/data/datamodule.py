@@ -238,7 +238,7 @@ class LeRobotDataModule(LightningDataModule):
             )
         lengths = dataset.token_counts(self.collator.encoder.count_tokens)
         over = int((lengths > self.token_budget).sum())
-        if over and self.packing.over_budget == "error":
+        if over and (self.packing.over_budget == "error" or over == len(lengths)):
             check_budget(lengths.tolist(), self.token_budget, lambda frame: _name(dataset, frame))
         if over:
             first = _name(dataset, int(lengths.argmax()))

@@ -18,6 +18,13 @@ from lightning_embodied.errors import CheckpointError, EmbodiedError
 from lightning_embodied.models.module import PolicyModule
 from lightning_embodied.models.spec import PolicySpec
 
+_ENTRIES = {
+    "state_dict": "this is not a Lightning checkpoint",
+    "policy_spec": "the checkpoint holds no policy spec",
+    "policy_class": "the checkpoint does not name its policy class",
+}
+"""What a policy is made of, and what is wrong without it."""
+
 
 def load_policy(checkpoint: str | Path, map_location: str | torch.device = "cpu") -> PolicyModule:
     """Loads a trained policy, ready to act.
@@ -42,19 +49,6 @@ def load_policy(checkpoint: str | Path, map_location: str | torch.device = "cpu"
             mend=f"make one file of it: `lightning-embodied consolidate --checkpoint {path} --output policy.ckpt`",
         )
     content = _read(path, map_location)
-    for key, problem in (
-        ("state_dict", "this is not a Lightning checkpoint"),
-        ("policy_spec", "the checkpoint holds no policy spec"),
-        ("policy_class", "the checkpoint does not name its policy class"),
-    ):
-        if key not in content:
-            raise CheckpointError(
-                problem,
-                where=path,
-                found=f"keys {', '.join(sorted(map(str, content)))[:200]}",
-                expected=key,
-                mend="take a checkpoint that a PolicyModule wrote during `fit`",
-            )
     policy = create_policy(content["policy_class"], path)
     policy.spec = PolicySpec.from_dict(content["policy_spec"])
     try:
@@ -100,6 +94,15 @@ def _read(path: Path, map_location: str | torch.device) -> Mapping[str, Any]:
         raise _unreadable(path, error, "a damaged or truncated file") from error
     if not isinstance(content, Mapping):
         raise _unreadable(path, None, f"a {type(content).__name__} instead of a checkpoint")
+    for key, problem in _ENTRIES.items():
+        if key not in content:
+            raise CheckpointError(
+                problem,
+                where=path,
+                found=f"keys {', '.join(sorted(map(str, content)))[:200]}",
+                expected=key,
+                mend="take a checkpoint that a PolicyModule wrote during `fit`",
+            )
     return content
 
 

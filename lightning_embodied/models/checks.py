@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isinf
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.siglip import SiglipConfig
 from lightning_embodied.packing import SampleEncoder
+
+
+def check_ranges(policy: object, **most: float) -> None:
+    """Checks options that are numbers from 0 on.
+
+    Args:
+        policy: Its attributes are the options.
+        most: Names of options and the largest value of each.
+
+    Raises:
+        ConfigError: One is out of range, or not finite; names it.
+    """
+    for name, limit in most.items():
+        found = getattr(policy, name)
+        if not 0 <= found <= limit or isinf(found):
+            raise ConfigError(
+                "the number is out of range",
+                where=f"{type(policy).__name__}({name}=…)",
+                found=found,
+                expected="0 or more" if isinf(limit) else f"from 0 to {limit}",
+            )
 
 
 def check_names(where: str, found: Iterable[str], known: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ class CheckpointDirectory(ABC):
             return self.read_arguments()
         except CheckpointError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             told = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             raise CheckpointError(
                 "the configuration cannot be followed", where=self.path / CONFIG, found=told

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from lightning_embodied.errors import ConfigError
+from lightning_embodied.counts import check_count
 from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
 from lightning_embodied.models.loss import LossTerms
 from lightning_embodied.models.module import Generators, PolicyModule
@@ -49,9 +49,7 @@ class FlowMatchingModule(PolicyModule):
         self.noise_samples_per_observation = noise_samples_per_observation
         self.denoising_steps = denoising_steps
         for name in ("noise_samples_per_observation", "denoising_steps"):
-            if getattr(self, name) < 1:
-                where = f"{type(self).__name__}({name}=…)"
-                raise ConfigError("too small", where=where, found=getattr(self, name), expected=">= 1")
+            check_count(getattr(self, name), f"{type(self).__name__}({name}=…)")
 
     # What a subclass implements.
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_embodied.errors import ConfigError
+from lightning_embodied.counts import check_count
 from lightning_embodied.models.augmentation import picture_positions
 from lightning_embodied.models.flow_module import FlowMatchingModule, Velocity
 from lightning_embodied.models.images import ConvStem
 from lightning_embodied.models.prefix import Prefix, PrefixOrder
+from lightning_embodied.models.sizes import check_divisible
 from lightning_embodied.models.spec import PolicySpec
 from lightning_embodied.models.transformer import ActionExpert, PrefixTransformer
 from lightning_embodied.packing import PackedBatch
@@ -50,8 +51,11 @@ class FlowMatchingPolicy(FlowMatchingModule):
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(**kwargs)
-        if depth < 1:
-            raise ConfigError("too small", where="FlowMatchingPolicy(depth=…)", found=depth, expected=">= 1")
+        counts = {"width": width, "expert_width": expert_width, "depth": depth, "heads": heads, "head_dim": head_dim,
+                  "stem_channels": stem_channels}  # fmt: skip
+        for name, value in counts.items():
+            check_count(value, f"FlowMatchingPolicy({name}=…)")
+        check_divisible((("expert_width", expert_width, "2", 2), ("head_dim", head_dim, "2", 2)), "FlowMatchingPolicy")
         self.width = width
         self.expert_width = expert_width
         self.depth = depth

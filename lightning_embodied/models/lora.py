@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from lightning_embodied.counts import check_count
 from lightning_embodied.errors import ConfigError
 
 
@@ -71,11 +72,18 @@ def add_lora(module: nn.Module, lora: LoRA) -> None:
         lora: Which layers, and how.
 
     Raises:
-        ConfigError: A pattern matches nothing, or the rank is not positive; names it.
+        ConfigError: A key is unknown, no layer is named, a pattern matches nothing, or the rank is not positive; names
+            it.
     """
-    rank, alpha = lora.get("rank", 8), lora.get("alpha", 16.0)
-    if rank < 1:
-        raise ConfigError("an adapter has no rank", where="lora.rank", found=rank, expected="1 or more")
+    keys = LoRA.__annotations__
+    if not lora.keys() <= keys.keys() or not lora.get("target_modules"):
+        raise ConfigError(
+            "this does not say what to adapt",
+            where="lora",
+            found=dict(lora),
+            expected=f"patterns under target_modules, and no other keys than {', '.join(keys)}",
+        )
+    rank, alpha = check_count(lora.get("rank", 8), "lora.rank"), lora.get("alpha", 16.0)
     layers = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear}
     targets = _matching(lora["target_modules"], list(layers), "lora.target_modules")
     module.requires_grad_(False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from lightning_embodied.features import Feature
 from lightning_embodied.models.arguments import plain_arguments
 from lightning_embodied.models.augmentation import shift_pictures
 from lightning_embodied.models.base import LightningModule
+from lightning_embodied.models.checks import check_ranges
 from lightning_embodied.models.lora import LoRA, add_lora, merge_lora
 from lightning_embodied.models.loss import GlobalMean, LossTerms
 from lightning_embodied.models.normalizer import Normalization, Normalizer
@@ -91,6 +93,7 @@ class PolicyModule(LightningModule):
         self.state_normalization = state_normalization
         self.action_normalization = action_normalization
         self.image_shift = image_shift
+        check_ranges(self, learning_rate=inf, weight_decay=inf, warmup=1, final_learning_rate=inf, image_shift=inf)
         self.sampling_seed = sampling_seed
         self.lora = lora
         self._spec: PolicySpec | None = None
@@ -132,6 +135,9 @@ class PolicyModule(LightningModule):
         shape = (self.spec.action_horizon, action_dim or self.action_normalizer.dim)
         draw = partial(torch.randn, dtype=torch.float32)  # the default dtype is another one while Lightning trains
         if isinstance(generator, Sequence):
+            if len(generator) != batch_size:
+                found = f"{len(generator)} generators"
+                raise ConfigError("one generator a row is needed", where="generator", found=found, expected=batch_size)
             noise = torch.stack([draw(shape, generator=one, device=one.device) for one in generator])
         elif generator is not None:
             noise = draw(batch_size, *shape, generator=generator, device=generator.device)
@@ -196,6 +202,7 @@ class PolicyModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Takes the spec from the DataModule; one from a checkpoint stays, and the statistics with it."""
         self._find_spec()
+        self._adopt_data()
         plain_arguments(self)  # refuse now what no checkpoint could hold
 
     def configure_model(self) -> None:
@@ -229,6 +236,11 @@ class PolicyModule(LightningModule):
                     mend="pass `datamodule=`, or a policy from `load_policy`, or set `policy.spec`",
                 )
             self._spec = self._read_spec(datamodule)
+
+    def _adopt_data(self) -> None:
+        datamodule = getattr(self._trainer, "datamodule", None)
+        if datamodule is not None:
+            self.spec.adopt(datamodule)
 
     def _read_spec(self, datamodule: object) -> PolicySpec:
         return PolicySpec.from_datamodule(datamodule)
@@ -284,4 +296,5 @@ class PolicyModule(LightningModule):
         """Takes the spec from the checkpoint and, if nothing is built yet, builds from it."""
         if "policy_spec" in checkpoint:
             self._spec = PolicySpec.from_dict(checkpoint["policy_spec"])
+            self._adopt_data()
         self.configure_model()

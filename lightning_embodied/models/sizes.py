@@ -62,11 +62,12 @@ def changed_sizes(sizes: _Sizes, changes: Mapping[str, Any], where: str = "sizes
     return replace(sizes, **values)
 
 
-def check_divisible(rules: Iterable[tuple[str, int, str, int]]) -> None:
+def check_divisible(rules: Iterable[tuple[str, int, str, int]], where: str = "sizes") -> None:
     """Checks sizes that must be multiples.
 
     Args:
         rules: Name and value of a size, and name and value of what it must be a multiple of.
+        where: What an error calls the whole.
 
     Raises:
         ConfigError: One is not; names it.
@@ -75,5 +76,5 @@ def check_divisible(rules: Iterable[tuple[str, int, str, int]]) -> None:
         if divisor < 1 or value % divisor:
             of = divisor_name if divisor_name == str(divisor) else f"{divisor_name} ({divisor})"
             raise ConfigError(
-                "a size does not divide", where=f"sizes: {name}", found=value, expected=f"a multiple of {of}"
+                "a size does not divide", where=f"{where}: {name}", found=value, expected=f"a multiple of {of}"
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.features import Feature, FeatureStats
+from lightning_embodied.packing import SampleEncoder
 
 _DATAMODULE_ATTRIBUTES = (
     "features",
@@ -111,6 +112,42 @@ class PolicySpec:
             encoder = collator.encoder.to_config()
         return cls(encoder=dict(encoder), **{**values, "tasks": list(values["tasks"])})
 
+    def adopt(self, datamodule: object) -> None:
+        """Has a DataModule encode samples as this spec says, or refuses it.
+
+        Only statistics may differ, and then those of the spec count: a policy that is trained on stays in its units.
+        A DataModule without an encoder makes batches of its own, which are not looked at.
+
+        Raises:
+            ConfigError: It encodes samples otherwise, or actions, states or cameras are others; names the first.
+        """
+        collator: Any = getattr(datamodule, "collator", None)
+        if not hasattr(collator, "encoder"):
+            return
+        there = collator.encoder.to_config()
+        for key, own in self.encoder.items():
+            if key != "state_range" and there.get(key) != own:
+                text = key == "tokenizer_json"  # too long to show
+                found, expected = ("another tokenizer", "the policy's") if text else (there.get(key), own)
+                raise _other_data(f"collator.encoder: {key.removesuffix('_json')}", found, expected)
+        self._check_features(datamodule)
+        if there != self.encoder:
+            collator.encoder = SampleEncoder.from_config(self.encoder)
+
+    def _check_features(self, datamodule: object) -> None:
+        horizon = getattr(datamodule, "action_horizon", self.action_horizon)
+        if horizon != self.action_horizon:
+            raise _other_data("action_horizon", horizon, self.action_horizon)
+        features: Mapping[str, Feature] = getattr(datamodule, "features", self.features)
+        for key in (*self.state_keys, self.action_key):
+            wanted = list(self.features[key].shape)
+            found = list(features[key].shape) if key in features else "no such feature"
+            if found != wanted:
+                raise _other_data(key, found, wanted)
+        unknown = [key for key, feature in features.items() if feature.is_visual and key not in self.cameras]
+        if unknown:
+            raise _other_data("cameras", ", ".join(unknown), f"some of {', '.join(self.cameras) or 'none'}")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what `torch.load(weights_only=True)` and JSON can hold."""
         return {
@@ -149,3 +186,13 @@ class PolicySpec:
                 found=f"{type(error).__name__}: {error}",
                 mend="train again, or take another checkpoint of the run",
             ) from error
+
+
+def _other_data(where: str, found: object, expected: object) -> ConfigError:
+    return ConfigError(
+        "the policy was made for data of another layout",
+        where=f"the DataModule's {where}",
+        found=found,
+        expected=expected,
+        mend="set the DataModule as in the run that the policy is from, or train a new one",
+    )

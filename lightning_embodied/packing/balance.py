@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lightning_embodied.counts import check_count
+from lightning_embodied.errors import ConfigError
 from lightning_embodied.packing.planners import Pack
 
 _STEPS = 16
@@ -33,7 +35,12 @@ def balance_packs(
         For every step one pack per rank. Packs that do not divide by the number of ranks end in a last, smaller
         step whose packs are split, so nothing is lost. Samples are repeated only where splitting cannot give every
         rank one: as many as that step lacks.
+
+    Raises:
+        ConfigError: There is no rank, or the cost is negative.
     """
+    check_count(num_replicas, "num_replicas")
+    check_quadratic_cost(quadratic_cost)
     whole = _divisible(packs, lengths, num_replicas)
     costs = [sum(lengths[i] + quadratic_cost * lengths[i] ** 2 for i in pack) for pack in whole]
     steps: list[list[Pack]] = []
@@ -42,6 +49,17 @@ def balance_packs(
         groups = sorted(sorted(group) for group in by_cost.reshape(-1, num_replicas).tolist())
         steps += [[whole[index] for index in group] for group in groups]
     return steps
+
+
+def check_quadratic_cost(quadratic_cost: float) -> None:
+    """Raises `ConfigError` unless the cost is a number from 0 on."""
+    if not 0 <= quadratic_cost < float("inf"):
+        raise ConfigError(
+            "the cost of attention is no positive number",
+            where="quadratic_cost",
+            found=quadratic_cost,
+            expected="0 or more; about 1 / (6 * width) of the transformer",
+        )
 
 
 def _divisible(packs: Sequence[Pack], lengths: Sequence[int], num_replicas: int) -> list[Pack]:

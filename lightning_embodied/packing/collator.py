@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_embodied.errors import ConfigError, DatasetError
+from lightning_embodied.counts import check_count
+from lightning_embodied.errors import DatasetError
 from lightning_embodied.packing.batch import PackedBatch
 from lightning_embodied.packing.encoder import SampleEncoder
 from lightning_embodied.packing.pack import EncodedSample, pack_samples
@@ -27,12 +28,12 @@ class VarlenPackingCollator:
             results in the order of the batch.
 
     Raises:
-        ConfigError: The budget is not positive.
+        ConfigError: The budget is no positive whole number.
     """
 
     def __init__(self, encoder: SampleEncoder, token_budget: int | None = None, sort_by_length: bool = False) -> None:
-        if token_budget is not None and token_budget < 1:
-            raise ConfigError("the token budget is not positive", where="VarlenPackingCollator", found=token_budget)
+        if token_budget is not None:
+            check_count(token_budget, "VarlenPackingCollator(token_budget=…)")
         self.encoder = encoder
         self.token_budget = token_budget
         self.sort_by_length = sort_by_length

@@ -7,7 +7,7 @@ for the state. An absent camera has no tokens at all, where openpi and LeRobot c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -45,7 +45,8 @@ class SampleEncoder:
         camera_order: Keys of pictures whose tokens come first, in this order; the others follow sorted by name.
 
     Raises:
-        ConfigError: The tokenizer cannot be read, or the image size is not a multiple of the patch size.
+        ConfigError: The tokenizer cannot be read, the image size is not a multiple of the patch size, or an option has
+            a value that it cannot have.
     """
 
     def __init__(
@@ -61,6 +62,11 @@ class SampleEncoder:
         resize: Resize = "antialiased",
         camera_order: Sequence[str] = (),
     ) -> None:
+        for name, found, known in (("prompt", prompt, get_args(PromptStyle)), ("resize", resize, get_args(Resize))):
+            if found not in known:
+                raise ConfigError("no such way to encode", where=name, found=found, expected=", ".join(known))
+        if isinstance(state_keys, str):
+            raise ConfigError("the state keys are no list", where="state_keys", found=state_keys, expected="a list")
         self.image_size = (int(image_size[0]), int(image_size[1]))
         self.patch_size = patch_size
         self.state_keys = tuple(state_keys)
@@ -146,7 +152,7 @@ class SampleEncoder:
         is_pad = sample.get(f"{self.action_key}_is_pad")
         if is_pad is None:
             is_pad = torch.zeros(actions.shape[0], dtype=torch.bool)
-        elif is_pad.dtype != torch.bool or is_pad.shape != actions.shape[:1]:
+        elif not isinstance(is_pad, Tensor) or is_pad.dtype != torch.bool or is_pad.shape != actions.shape[:1]:
             raise unusable(sample, f"{self.action_key}_is_pad", describe(is_pad), f"bool [{actions.shape[0]}]")
         return self._encode(sample, actions, is_pad)
 
@@ -165,8 +171,8 @@ class SampleEncoder:
         """
         names = [*cameras_of(observations), *self.state_keys]
         tasks = observations.get("task")
-        if tasks is None:
-            raise unusable({}, "task", "nothing", "a list of B instructions")
+        if tasks is None or isinstance(tasks, str):
+            raise unusable({}, "task", describe(tasks), "a list of B instructions")
         columns = {name: torch.as_tensor(observations[name]) for name in names if name in observations}
         none = torch.zeros(0, 0), torch.zeros(0, dtype=torch.bool)
         rows = [
@@ -260,9 +266,23 @@ class SampleEncoder:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SampleEncoder:
-        """The encoder that wrote `config`, without any file."""
+        """The encoder that wrote `config`, without any file.
+
+        Raises:
+            ConfigError: An entry is missing, unknown or damaged.
+        """
         values = dict(config)
-        text, state_range = values.pop("tokenizer_json"), values.pop("state_range", None)
-        encoder = cls(**values)
-        encoder._text = PromptTokenizer(text, encoder.prompt, state_range)
+        try:
+            text, state_range = values.pop("tokenizer_json"), values.pop("state_range", None)
+            encoder = cls(**values)
+            encoder._text = PromptTokenizer(text, encoder.prompt, state_range)
+        except ConfigError:
+            raise
+        except Exception as error:  # `tokenizers` raises bare Exception for a text that it cannot parse
+            raise ConfigError(
+                "the token path cannot be made again",
+                where="SampleEncoder.from_config",
+                found=f"{type(error).__name__}: {error}",
+                expected="what `SampleEncoder.to_config` of this version gives",
+            ) from error
         return encoder

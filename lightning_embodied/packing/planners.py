@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Literal, TypeVar, get_args
 
+from lightning_embodied.counts import check_count, check_counts
 from lightning_embodied.errors import ConfigError, DatasetError
 
 T = TypeVar("T")
@@ -39,8 +40,9 @@ def plan_packs(
 
     Raises:
         DatasetError: A sample is longer than the budget; names its position.
-        ConfigError: No such planner, or the window is empty.
+        ConfigError: No such planner, the window is empty, the budget is not positive, or a length is no whole number.
     """
+    lengths = check_counts(lengths, "lengths")
     check_budget(lengths, token_budget)
     if planner == "first-fit-decreasing":
         packs = _first_fit_decreasing(lengths, token_budget)
@@ -74,17 +76,17 @@ def pack_stream(
 
     Raises:
         DatasetError: A sample is longer than the budget.
-        ConfigError: The window is empty.
+        ConfigError: The window is empty, the budget is not positive, or a length is no whole number.
     """
-    if window < 1:
-        raise ConfigError("the packing window is empty", found=window, expected="at least 1")
+    check_count(window, "window")
+    check_count(token_budget, "token_budget")
     arriving = enumerate(samples)
     waiting: list[tuple[int, int, T]] = []  # (length, -number, sample), sorted: of equal lengths the oldest is last
 
     def refill() -> None:
         while len(waiting) < window and (arrived := next(arriving, None)) is not None:
             number, sample = arrived
-            tokens = length(sample)
+            tokens = check_count(length(sample), f"length of sample {number}", least=0)
             if tokens > token_budget:
                 raise _over_budget(f"sample {number}", tokens, token_budget)
             bisect.insort(waiting, (tokens, -number, sample), key=itemgetter(0, 1))
@@ -112,7 +114,9 @@ def check_budget(lengths: Sequence[int], token_budget: int, name: Callable[[int]
 
     Raises:
         DatasetError: A sample is longer than the budget; names the first.
+        ConfigError: The budget is not positive.
     """
+    check_count(token_budget, "token_budget")
     over = [position for position, length in enumerate(lengths) if length > token_budget]
     if over:
         more = f" and {len(over) - 1} more" if len(over) > 1 else ""
@@ -139,7 +143,11 @@ def padding_share(lengths: Sequence[int], packs: Sequence[Pack], token_budget: i
 
     Returns:
         Between 0 and 1; 0 without packs.
+
+    Raises:
+        ConfigError: The budget is not positive.
     """
+    check_count(token_budget, "token_budget")
     used = sum(lengths[position] for pack in packs for position in pack)
     return 1.0 - used / (token_budget * len(packs)) if packs else 0.0
 

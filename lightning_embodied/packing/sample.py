@@ -32,7 +32,8 @@ def floats_of(sample: Sample, key: str, dims: int) -> Tensor:
 def picture_of(sample: Sample, key: str) -> Tensor:
     """A picture of a sample with three channels, uint8 `[3, H, W]`; raises `DatasetError`."""
     value = sample[key]
-    if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.dim() != 3 or value.shape[0] not in (1, 3):
+    is_picture = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 3 and value.numel() > 0
+    if not is_picture or value.shape[0] not in (1, 3):
         raise unusable(sample, key, describe(value), "uint8 [C, H, W] with 1 or 3 channels")
     return value.expand(3, -1, -1)
 

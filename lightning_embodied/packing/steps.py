@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from lightning_embodied.counts import check_count
 from lightning_embodied.errors import ConfigError
-from lightning_embodied.packing.balance import balance_packs
+from lightning_embodied.packing.balance import balance_packs, check_quadratic_cost
 from lightning_embodied.packing.planners import Pack, Planner, check_budget, plan_packs
+
+OverBudget = Literal["error", "drop"]
 
 
 @dataclass(frozen=True)
@@ -29,17 +32,21 @@ class PackingOptions:
             balanced; about `1 / (6 * width)` for a transformer of that width.
 
     Raises:
-        ConfigError: The window is empty.
+        ConfigError: An option has a value that it cannot have.
     """
 
     planner: Planner = "best-fit-window"
     window: int = 64
-    over_budget: Literal["error", "drop"] = "error"
+    over_budget: OverBudget = "error"
     quadratic_cost: float = 1e-4
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigError("the packing window is empty", where="window", found=self.window, expected="at least 1")
+        check_count(self.window, "window")
+        check_quadratic_cost(self.quadratic_cost)
+        for name, known in (("planner", get_args(Planner)), ("over_budget", get_args(OverBudget))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError("no such way of packing", where=name, found=value, expected=", ".join(known))
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,7 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "num_replicas"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is too small", where=name, found=getattr(self, name), expected="at least 1")
+            check_count(getattr(self, name), name)
 
     def steps(self, lengths: Sequence[int]) -> list[list[Pack]]:
         """Plans the steps.
@@ -76,11 +82,13 @@ class StepPlan:
             For every step one pack of positions in `lengths` per rank; the same number of them on every rank.
 
         Raises:
-            DatasetError: A sample is over the budget and must not be dropped; names its position.
+            DatasetError: A sample is over the budget and must not be dropped, or every one would be; names its place.
         """
         if self.options.over_budget == "error":
             check_budget(lengths, self.token_budget)
         kept = [position for position, length in enumerate(lengths) if length <= self.token_budget]
+        if not kept:
+            check_budget(lengths, self.token_budget)
         packs = plan_packs(
             [lengths[i] for i in kept], self.token_budget, self.options.planner, window=self.options.window
         )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_embodied.attention import BlockLayout, PrefixSuffixLayout, varlen_attention
+from lightning_embodied.errors import ConfigError
 
 HORIZON = 5
 STRUCTURES = {"pi05": (HORIZON,), "pi0": (1, HORIZON), "smolvla": (1,) * HORIZON, "state in prefix": (2, 1, 1, 3)}
@@ -121,6 +122,30 @@ def test_other_samples_stay_bitwise_the_same():
 
 def test_no_tokens():
     assert BlockLayout([[0]]).attend(*tokens(0)).shape == (0, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (lambda: BlockLayout([[3, 1], [3, -1]]), r"blocks=…\)\[1\]\[1\]"),
+        (lambda: BlockLayout([[float("nan")]]), "no whole number"),
+        (lambda: PrefixSuffixLayout([4, -1], [3]), r"prefix_lengths=…\)\[1\]"),
+        (lambda: PrefixSuffixLayout([4], [2.5]), "suffix_blocks"),
+        (lambda: PrefixSuffixLayout([4], []), "suffix_blocks"),
+        (lambda: PrefixSuffixLayout([4], [3], draws=0), "draws"),
+    ],
+)
+def test_lengths_that_are_none_are_named(make, place):
+    with pytest.raises(ConfigError, match=place):
+        make()
+
+
+def test_rows_that_do_not_fit_the_layout_are_refused():
+    query, key, value = tokens(7)
+    with pytest.raises(ConfigError, match="do not cover the tokens"):
+        BlockLayout([[3, 3]]).attend(query, key, value)
+    with pytest.raises(ConfigError, match="do not cover the tokens"):
+        PrefixSuffixLayout([4], [3]).attend(query[:3], (key[:5], value[:5]), (key[:3], value[:3]))
 
 
 def test_compiles_into_one_graph():

@@ -98,6 +98,33 @@ def test_unknown_command_names_the_closest(capsys):
             ["model.out_dim", "x", "int"],
         ),
         ({"model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModl"}}, ["BoringModl", "BoringModel"]),
+        (
+            {"model": {"class_path": "FlowMatchingPolicy", "init_args": {"lora": {"target_modules": ["*"], "rnk": 2}}}},
+            ["unknown key 'rnk'", "model.lora", "did you mean 'rank'?"],
+        ),
+        (
+            {"model": {"class_path": "FlowMatchingPolicy", "init_args": {"lora": {"rank": 2}}}},
+            ["the key 'target_modules' is missing", "model.lora"],
+        ),
+        (
+            {"model": {"class_path": "FlowMatchingPolicy", "init_args": {"noise_samples_per_observation": 0}}},
+            ["noise_samples_per_observation", "0"],
+        ),
+        (
+            {
+                "data": {
+                    "class_path": "LeRobotDataModule",
+                    "init_args": {
+                        "root": "nowhere",
+                        "collator": {
+                            "class_path": "VarlenPackingCollator",
+                            "init_args": {"encoder": {"class_path": "SampleEncoder", "init_args": {"patch_size": 5}}},
+                        },
+                    },
+                }
+            },
+            ["pictures do not divide into patches", "patches of 5"],
+        ),
     ],
 )
 def test_mistakes_in_a_yaml_name_the_key_and_the_closest(changes, said, config, capsys):

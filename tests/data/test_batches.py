@@ -158,5 +158,5 @@ def test_a_place_of_another_kind_or_of_other_lengths_is_refused():
 def test_wrong_settings_are_named(options, word):
     with pytest.raises(ConfigError, match=word):
         ShardedLoader(range(4), SampleOrder(4), **options)
-    with pytest.raises(ConfigError, match="window is empty"):
+    with pytest.raises(ConfigError, match="window is too small"):
         PackingOptions(window=0)

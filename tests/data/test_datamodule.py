@@ -290,6 +290,10 @@ def test_a_frame_over_the_budget_is_named_or_left_out_and_counted():
     with pytest.warns(UserWarning, match=f"{over} of {len(counts)} samples"):
         loader = loose.train_dataloader()
     assert sum(batch.batch_size for batch in loader) == len(counts) - over
+    nothing = module(token_budget=3, packing=PackingOptions(over_budget="drop"))
+    nothing.setup()
+    with pytest.raises(DatasetError, match="over the token budget"):
+        nothing.train_dataloader()
 
 
 def test_the_monitor_logs_how_full_packs_are(tmp_path):

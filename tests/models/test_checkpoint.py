@@ -10,8 +10,10 @@ import torch
 from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.features import Feature
 from lightning_embodied.models import FlowMatchingPolicy, PolicyModule, PolicySpec, find_checkpoint, load_policy
+from lightning_embodied.packing import SampleEncoder, VarlenPackingCollator
 from tests.models.conftest import (
     CAMERAS,
+    HORIZON,
     TinyDataModule,
     make_samples,
     make_spec,
@@ -72,6 +74,41 @@ def test_a_loaded_policy_trains_on(trained):
     assert not torch.equal(policy.expert.action_out.weight, before)
 
 
+class Elsewhere(TinyDataModule):
+    """Other data: as the policy's but for what is changed, and with statistics of their own."""
+
+    def __init__(self, features=None, action_horizon=HORIZON, **encoder):
+        super().__init__(make_samples(4), 4)
+        self.features = {**self.features, **(features or {})}
+        self.action_horizon = action_horizon
+        self.collator = VarlenPackingCollator(SampleEncoder(**{"image_size": (16, 16), "patch_size": 8, **encoder}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"patch_size": 16}, "patch_size"),
+        ({"resize": "bilinear"}, "resize"),
+        ({"state_keys": ()}, "state_keys"),
+        ({"action_horizon": 9}, "action_horizon"),
+        ({"features": {"action": Feature("float32", (2,))}}, r"action\n.*\[2\]"),
+        ({"features": {"observation.images.top": Feature("video", (16, 16, 3))}}, r"observation\.images\.top"),
+    ],
+)
+def test_a_loaded_policy_refuses_data_that_it_would_misread(trained, changes, words):
+    policy = load_policy(trained[0])
+    with pytest.raises(ConfigError, match=words):
+        make_trainer(max_steps=1).fit(policy.train(), datamodule=Elsewhere(**changes))
+
+
+def test_a_resumed_run_refuses_data_that_its_policy_would_misread(trained):
+    policy = FlowMatchingPolicy(width=32, expert_width=24, depth=2, heads=2, head_dim=8)
+    with pytest.raises(ConfigError, match="resize"):
+        make_trainer(max_steps=9).fit(
+            policy, datamodule=Elsewhere(resize="bilinear"), ckpt_path=find_checkpoint(trained[0])
+        )
+
+
 def test_the_newest_checkpoint_is_taken(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -102,6 +139,8 @@ def rewritten(run, tmp_path, change):
         (lambda c: c["policy_class"]["init_args"].update(wings=2), "no longer takes"),
         (lambda c: c["policy_class"]["init_args"].update(width=16), "does not fit"),
         (lambda c: c["state_dict"].popitem(), "does not fit"),
+        (lambda c: c["policy_spec"]["encoder"].pop("tokenizer_json"), "does not fit"),
+        (lambda c: c["policy_spec"]["encoder"].update(wings=2), "does not fit"),
     ],
 )
 def test_changed_checkpoints(trained, tmp_path, change, message):

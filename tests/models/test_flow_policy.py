@@ -135,6 +135,11 @@ def test_a_generator_for_each_row_makes_rows_independent(policy):
     assert not torch.allclose(first, second)
 
 
+def test_every_row_needs_its_generator(policy):
+    with pytest.raises(ConfigError, match="1 generators"):
+        policy.predict_action_chunk(observations_of([make_samples(4)[3]] * 2), generator=[torch.Generator()])
+
+
 def test_missing_camera_is_left_out_not_zeroed(policy):
     sample = make_samples(4)[3]
     both = policy.predict_action_chunk(observations_of([sample]))
@@ -172,6 +177,23 @@ def test_needs_a_spec():
         FlowMatchingPolicy().predict_action_chunk({})
 
 
-def test_impossible_sizes():
-    with pytest.raises(ConfigError, match="noise_samples_per_observation"):
-        FlowMatchingPolicy(noise_samples_per_observation=0)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("noise_samples_per_observation", 0),
+        ("noise_samples_per_observation", 1.5),
+        ("depth", 0),
+        ("heads", 0),
+        ("head_dim", 7),
+        ("expert_width", 25),
+        ("stem_channels", 0),
+        ("learning_rate", -1.0),
+        ("learning_rate", float("nan")),
+        ("weight_decay", -0.1),
+        ("warmup", 2.0),
+        ("image_shift", -1),
+    ],
+)
+def test_impossible_options_are_named(option, value):
+    with pytest.raises(ConfigError, match=option):
+        FlowMatchingPolicy(**{option: value})

@@ -1,13 +1,11 @@
 """The gradient of any packing, accumulation and number of ranks is that of one padded batch on one process, in fp64."""
 
 import math
-import os
-import socket
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import multiprocessing, nn
+from torch import nn
 from torch.nn import functional
 
 from lightning_embodied.attention import varlen_attention
@@ -15,6 +13,7 @@ from lightning_embodied.data import ResumableLoader, SampleOrder
 from lightning_embodied.models import LossTerms, PolicyModule
 from lightning_embodied.packing import PackingOptions
 from tests.models.conftest import ACTION, HORIZON, TinyDataModule, make_collator, make_samples, make_spec, make_trainer
+from tests.strategies.ranks import run_ranks
 
 HEADS, DIM = 2, 4
 WIDTH = HEADS * DIM
@@ -118,12 +117,7 @@ def train(path, world, accumulation, batching):
     torch.save((keep.steps, keep.sizes), path / f"{batching}-{accumulation}-{trainer.global_rank}.pt")
 
 
-def train_all(rank, port, world, path):
-    torch.set_num_threads(1)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank),
-        NODE_RANK="0", TORCHELASTIC_RUN_ID="test",
-    )  # fmt: skip
+def train_all(rank, world, path):
     for batching in BATCHINGS:
         for accumulation in (1, 3):
             train(path, world, accumulation, batching)
@@ -136,14 +130,9 @@ def trained(request, tmp_path_factory):
     """Ranks, and where they left their gradients."""
     world, path = request.param, tmp_path_factory.mktemp("ranks")
     if world == 1:
-        for batching in BATCHINGS:
-            for accumulation in (1, 3):
-                train(path, 1, accumulation, batching)
+        train_all(0, 1, path)
     else:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        multiprocessing.start_processes(train_all, args=(port, world, path), nprocs=world, start_method="spawn")
+        run_ranks(world, train_all, path, world, path)
     return world, path
 
 

@@ -99,6 +99,9 @@ def test_merged_acts_as_unmerged(trained, tmp_path):
         ({"target_modules": ["*.qkv", "expert"]}, "lora.target_modules"),
         ({"target_modules": ["*.qkv"], "also_train": ["expert.head.*"]}, "lora.also_train"),
         ({"target_modules": ["*.qkv"], "rank": 0}, "lora.rank"),
+        ({"target_modules": ["*.qkv"], "ranks": 4}, "ranks"),
+        ({"target_modules": []}, "target_modules"),
+        ({"rank": 4}, "target_modules"),
     ],
 )
 def test_what_matches_nothing_is_named(lora, where):

@@ -1,21 +1,20 @@
 """pi0 and pi0.5 in training: packing, shared prefixes, caches, freezing, recomputation, bf16, ranks, and YAML."""
 
 import copy
-import os
-import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_embodied.cli import main
 from lightning_embodied.data import LeRobotDataset
 from lightning_embodied.models import euler_sample, load_policy
-from lightning_embodied.packing import pack_samples
+from lightning_embodied.packing import SampleEncoder, VarlenPackingCollator, pack_samples
 from tests.models.conftest import make_trainer
 from tests.models.pi_golden import CLASSES, Golden
+from tests.strategies.ranks import run_ranks
 
 DATASET = Path(__file__).parents[1] / "fixtures" / "lerobot_v30_image" / "dataset"
 
@@ -258,32 +257,35 @@ def test_double_precision_says_how_exact_single_precision_is(golden):
         assert (found[name] - value).norm() <= 1e-4 * value.norm() + 1e-5, name
 
 
-def train_rank(rank, port, name, path):
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank),
-        NODE_RANK="0", TORCHELASTIC_RUN_ID="test",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    golden = Golden(name)
-    policy = golden.policy(learning_rate=1e-3, activation_checkpointing=["language", "expert"])
-    trainer = make_trainer(max_steps=3, strategy="ddp", devices=2, use_distributed_sampler=True)
-    trainer.fit(policy, train_dataloaders=loader(golden, policy, 24))
-    torch.save(policy.state_dict(), path / f"{name}-{rank}.pt")
-
-
-def train_both(rank, port, path):
+def train_both(rank):
+    """The weights of each policy after three steps."""
+    states = {}
     for name in CLASSES:
-        train_rank(rank, port, name, path)
+        golden = Golden(name)
+        policy = golden.policy(learning_rate=1e-3, activation_checkpointing=["language", "expert"])
+        trainer = make_trainer(max_steps=3, strategy="ddp", devices=2, use_distributed_sampler=True)
+        trainer.fit(policy, train_dataloaders=loader(golden, policy, 24))
+        states[name] = policy.state_dict()
+    return states
+
+
+def test_other_data_is_read_by_the_quantiles_that_the_policy_knows():
+    """Trained on with other statistics, pi0.5 would read one number in its prompts for two states."""
+    golden = Golden("pi05")
+    spec = golden.spec()
+    encoder = SampleEncoder.from_config({**spec.encoder, "state_range": [[-9.0] * 4, [9.0] * 4]})
+    data = SimpleNamespace(collator=VarlenPackingCollator(encoder), features=spec.features, action_horizon=10)
+    spec.adopt(data)
+    sample = {"task": "w1 w2", "observation.state": torch.full((4,), 0.5), "action": torch.zeros(10, 5)}
+    assert torch.equal(data.collator.encoder.encode(sample).input_ids, golden.policy().encoder.encode(sample).input_ids)
+    assert data.collator.encoder.to_config() == spec.encoder
 
 
 @pytest.mark.slow
 def test_two_ranks_train_without_looking_for_unused_parameters(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    multiprocessing.start_processes(train_both, args=(port, tmp_path), nprocs=2, start_method="spawn")
+    ranks = run_ranks(2, train_both, tmp_path)
     for name in CLASSES:
-        first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
+        first, second = (states[name] for states in ranks)
         before = Golden(name).policy().state_dict()
         assert all(torch.equal(first[key], second[key]) for key in first)
         assert any(not torch.equal(first[key], before[key]) for key in first)

@@ -22,10 +22,13 @@ class OnlyBuild(EmbodiedCLI):
 
 
 def test_the_model_of_ones_own():
-    (code,) = blocks("python")
     scope = {}
-    exec(compile(code, "docs/packing.md", "exec"), scope)  # noqa: S102  the page's own lines
+    for code in blocks("python"):
+        exec(compile(code, "docs/packing.md", "exec"), scope)  # noqa: S102  the page's own lines
     assert scope["out"].shape[1:] == (4, 16)
+    packs = list(scope["stream"])
+    assert sum(len(tokens) for tokens, _, _ in packs) == sum(map(len, scope["samples"]))
+    assert all(len(tokens) == cu_seqlens[-1] <= 1024 for tokens, cu_seqlens, _ in packs)
 
 
 def test_the_configuration(tmp_path):

@@ -108,6 +108,8 @@ def test_state_is_the_named_keys_in_order_and_may_be_absent():
         ({"observation.state": torch.zeros(1, 5)}, "float32 [1, 5]"),
         ({"observation.images.front": torch.zeros(3, 8, 8)}, "uint8 [C, H, W]"),
         ({"observation.images.front": torch.zeros(8, 8, 3, dtype=torch.uint8)}, "uint8 [8, 8, 3]"),
+        ({"observation.images.front": torch.zeros(3, 0, 8, dtype=torch.uint8)}, "uint8 [3, 0, 8]"),
+        ({"action_is_pad": [False] * 8}, "bool [8]"),
         ({"task": 3}, "int"),
         ({"task": "word " * 60}, "max_instruction_tokens"),
     ],
@@ -127,7 +129,31 @@ def test_a_missing_key_is_named(key):
         ENCODER.encode(sample)
 
 
+def test_observations_of_one_instruction_are_a_list_of_one():
+    with pytest.raises(DatasetError, match="a list of B instructions"):
+        ENCODER.encode_observations({"observation.state": torch.zeros(1, 5), "task": "go"})
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda config: config.pop("tokenizer_json"), "tokenizer_json"),
+        (lambda config: config.update(tokenizer_json="{}"), "token path"),
+        (lambda config: config.update(wings=2), "wings"),
+        (lambda config: config.update(prompt="pi1"), "pi05"),
+    ],
+)
+def test_a_damaged_configuration_is_told(change, word):
+    config = ENCODER.to_config()
+    change(config)
+    with pytest.raises(ConfigError, match=word):
+        SampleEncoder.from_config(config)
+
+
 def test_bad_settings_are_config_errors(tmp_path):
+    for options in ({"prompt": "pi1"}, {"resize": "cubic"}, {"state_keys": "observation.state"}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            SampleEncoder(**options)
     with pytest.raises(ConfigError, match="multiples of the patch size"):
         SampleEncoder(image_size=(60, 64))
     (tmp_path / "no.json").write_text("{}")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from robot_mixture import mixture
 
 from lightning_embodied.errors import ConfigError, DatasetError
-from lightning_embodied.packing import balance_packs, pack_stream, padding_share, plan_packs
+from lightning_embodied.packing import (
+    PackingOptions,
+    StepPlan,
+    balance_packs,
+    pack_stream,
+    padding_share,
+    plan_packs,
+)
 
 BUDGET = 64
 PLANNERS = ("first-fit-decreasing", "best-fit-window", "padded", "length-grouped")
@@ -142,3 +151,49 @@ def test_wrong_settings_are_named():
         plan_packs([1], 4, "best")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="window"):
         plan_packs([1], 4, window=0)
+    with pytest.raises(ConfigError, match="num_replicas"):
+        balance_packs([1, 2], [[0], [1]], 0)
+    with pytest.raises(ConfigError, match="quadratic_cost"):
+        balance_packs([1, 2], [[0], [1]], 1, quadratic_cost=float("nan"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"planner": "best"}, {"over_budget": "raise"}, {"window": 0}, {"quadratic_cost": -1.0}]
+)
+def test_wrong_options_are_named(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        PackingOptions(**options)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("wrong", [float("nan"), -2, 2.5, None, "3"])
+def test_a_length_that_is_no_number_of_tokens_is_named(planner, wrong):
+    with pytest.raises(ConfigError, match=r"lengths\[1\]"):
+        plan_packs([3, wrong, 4], BUDGET, planner)
+    with pytest.raises(ConfigError, match="length of sample 1"):
+        list(pack_stream([3, wrong, 4], lambda length: length, BUDGET))
+
+
+@pytest.mark.parametrize("budget", [0, -1, 4.5, float("nan")])
+def test_a_budget_that_is_no_number_of_tokens_is_named(budget):
+    for plan in (
+        lambda: plan_packs([1], budget),
+        lambda: list(pack_stream([1], int, budget)),
+        lambda: padding_share([1], [[0]], budget),
+        lambda: StepPlan(budget),
+    ):
+        with pytest.raises(ConfigError, match="token_budget"):
+            plan()
+
+
+def test_numpy_and_torch_lengths_are_numbers_too():
+    lengths = [3, 60, 9, 50, 20]
+    for values in (np.array(lengths), torch.tensor(lengths)):
+        assert plan_packs(values, BUDGET) == plan_packs(lengths, BUDGET)
+
+
+def test_dropping_leaves_out_what_is_over_but_not_everything():
+    plan = StepPlan(4, options=PackingOptions(over_budget="drop"))
+    assert plan.steps([9, 2, 9, 2]) == [[[1, 3]]]
+    with pytest.raises(DatasetError, match="sample 0 and 1 more"):
+        plan.steps([9, 9])

@@ -137,7 +137,7 @@ class GrootN15Policy(PretrainedPolicy):
     def _check_embodiments(self) -> None:
         given, limit = self.embodiment_id, self.network_sizes.head.max_num_embodiments
         numbers = given if isinstance(given, Sequence) else [given]
-        if not numbers or any(not 0 <= number < limit for number in numbers):
+        if not numbers or any(type(number) is not int or not 0 <= number < limit for number in numbers):
             raise ConfigError(
                 "the action head knows no such robot",
                 where=f"{type(self).__name__}(embodiment_id=…)",

@@ -1,12 +1,9 @@
 """GR00T through the command line on a LeRobot dataset, and on two ranks without looking for unused parameters."""
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from lightning_embodied.cli import main
 from lightning_embodied.data import LeRobotDataset
@@ -14,6 +11,7 @@ from lightning_embodied.models import GrootN15Policy, load_policy
 from lightning_embodied.models.groot.sizes import PRESETS
 from tests.models.conftest import CAMERAS, make_samples, make_trainer
 from tests.models.groot.policies import GrootData, make_arguments
+from tests.strategies.ranks import run_ranks
 
 DATASET = Path(__file__).parents[2] / "fixtures" / "lerobot_v30_image" / "dataset"
 
@@ -62,12 +60,7 @@ def test_adapters_and_a_pretrained_directory_from_the_command_line(tmp_path):
         assert torch.equal(adapted.model.state_dict()[name], value), name
 
 
-def train_rank(rank, port, path):
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank),
-        NODE_RANK="0", TORCHELASTIC_RUN_ID="test",
-    )  # fmt: skip
-    torch.set_num_threads(1)
+def train_rank(rank):
     torch.manual_seed(0)
     samples = make_samples(12)
     if rank:  # this one never sees a picture
@@ -75,14 +68,10 @@ def train_rank(rank, port, path):
     policy = GrootN15Policy(**make_arguments(learning_rate=0.01))
     trainer = make_trainer(max_steps=3, strategy="ddp", devices=2, limit_val_batches=0)
     trainer.fit(policy, datamodule=GrootData(samples, 4))
-    torch.save(policy.state_dict(), path / f"{rank}.pt")
+    return policy.state_dict()
 
 
 @pytest.mark.slow
 def test_two_ranks_train_without_looking_for_unused_parameters(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    multiprocessing.start_processes(train_rank, args=(port, tmp_path), nprocs=2, start_method="spawn")
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = run_ranks(2, train_rank, tmp_path)
     assert all(torch.equal(first[key], second[key]) for key in first)

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.recompute import run_layer
+from lightning_embodied.models.sizes import check_divisible
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,31 @@ class SiglipConfig:
     layer_norm_eps: float = 1e-6
     vision_use_head: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuses sizes that cannot work together."""
+        check_divisible(
+            (
+                ("vision.image_size", self.image_size, "vision.patch_size", self.patch_size),
+                ("vision.hidden_size", self.hidden_size, "vision.num_attention_heads", self.num_attention_heads),
+            )
+        )
+
     @property
     def tokens_per_image(self) -> int:
         """Tokens of one picture."""
         return (self.image_size // self.patch_size) ** 2
+
+
+TINY_VISION = SiglipConfig(
+    hidden_size=96,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    image_size=64,
+    patch_size=16,
+    vision_use_head=False,
+)
+"""The tower of the tiny presets."""
 
 
 class SiglipVisionModel(nn.Module):

@@ -8,7 +8,7 @@ from lightning_embodied.errors import ConfigError
 from lightning_embodied.models.groot.action_head import ActionHeadSizes
 from lightning_embodied.models.groot.qwen3 import Qwen3Sizes
 from lightning_embodied.models.groot.transformer import TransformerSizes
-from lightning_embodied.models.siglip import SiglipConfig
+from lightning_embodied.models.siglip import TINY_VISION, SiglipConfig
 from lightning_embodied.models.sizes import check_divisible
 
 _VISION, _LANGUAGE, _HEAD = SiglipConfig(), Qwen3Sizes(), ActionHeadSizes()
@@ -38,11 +38,9 @@ class GrootSizes:
                 found=f"{width} and {self.language.hidden_size}",
                 expected="equal values",
             )
-        vision, language = self.vision, self.language
+        language = self.language
         check_divisible(
             (
-                ("vision.image_size", vision.image_size, "vision.patch_size", vision.patch_size),
-                ("vision.hidden_size", vision.hidden_size, "vision.num_attention_heads", vision.num_attention_heads),
                 ("language.num_attention_heads", language.num_attention_heads, "language.num_key_value_heads",
                  language.num_key_value_heads),
                 ("language.head_dim", language.head_dim, "2", 2),
@@ -54,15 +52,7 @@ class GrootSizes:
 PRESETS: dict[str, GrootSizes] = {
     "base": GrootSizes(),
     "tiny": GrootSizes(
-        vision=SiglipConfig(
-            hidden_size=96,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=64,
-            patch_size=16,
-            vision_use_head=False,
-        ),
+        vision=TINY_VISION,
         language=Qwen3Sizes(
             vocab_size=1024,
             hidden_size=96,

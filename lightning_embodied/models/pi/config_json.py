@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_embodied.errors import ConfigError
@@ -90,7 +90,7 @@ def config_of(
     if spec is not None:
         config |= {"chunk_size": spec.action_horizon, "n_action_steps": spec.action_horizon, **_features(spec)}
     language, expert = towers.get(sizes.language), towers.get(sizes.expert)
-    published = replace(sizes.vision, image_size=SiglipConfig.image_size) == PiSizes.vision
+    published = {**asdict(sizes.vision), "image_size": SiglipConfig.image_size} == asdict(PiSizes.vision)
     if language and expert and published and sizes.vocab_size == PiSizes.vocab_size:
         return config | {"paligemma_variant": language, "action_expert_variant": expert}
     return config | {"sizes": _spell_out(sizes)}

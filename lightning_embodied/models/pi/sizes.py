@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_embodied.errors import ConfigError
-from lightning_embodied.models.siglip import SiglipConfig
+from lightning_embodied.models.siglip import TINY_VISION, SiglipConfig
 from lightning_embodied.models.sizes import check_divisible
 
 
@@ -70,11 +70,8 @@ class PiSizes:
                     found=f"{found[0]} and {found[1]}",
                     expected="equal values",
                 )
-        vision = self.vision
         check_divisible(
             (
-                ("vision.image_size", vision.image_size, "vision.patch_size", vision.patch_size),
-                ("vision.hidden_size", vision.hidden_size, "vision.num_attention_heads", vision.num_attention_heads),
                 ("language.heads", self.language.heads, "language.kv_heads", self.language.kv_heads),
                 ("language.head_dim", self.language.head_dim, "2", 2),
                 ("expert.width", self.expert.width, "2", 2),
@@ -85,15 +82,7 @@ class PiSizes:
 PRESETS: dict[str, PiSizes] = {
     "base": PiSizes(),
     "tiny": PiSizes(
-        vision=SiglipConfig(
-            hidden_size=96,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=64,
-            patch_size=16,
-            vision_use_head=False,
-        ),
+        vision=TINY_VISION,
         language=GemmaSizes(width=96, depth=3, heads=4, kv_heads=1, head_dim=32, mlp_width=192),
         expert=GemmaSizes(width=64, depth=3, heads=4, kv_heads=1, head_dim=32, mlp_width=128),
         vocab_size=1024,

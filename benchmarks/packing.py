@@ -203,4 +203,4 @@ if __name__ == "__main__":
     padded_batches(mixture(20_000))
     planners([512] * 4000, "all samples equal: no gain")
     ranks(mixture(20_000))
-    train_steps(Bench(seconds=6.0))
+    train_steps(Bench(seconds=4.0))

@@ -32,9 +32,10 @@ def floats_of(sample: Sample, key: str, dims: int) -> Tensor:
 def picture_of(sample: Sample, key: str) -> Tensor:
     """A picture of a sample with three channels, uint8 `[3, H, W]`; raises `DatasetError`."""
     value = sample[key]
-    is_picture = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 3 and value.numel() > 0
-    if not is_picture or value.shape[0] not in (1, 3):
+    if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.dim() != 3 or not value.numel():
         raise unusable(sample, key, describe(value), "uint8 [C, H, W] with 1 or 3 channels")
+    if value.shape[0] not in (1, 3):
+        raise unusable(sample, key, describe(value), "1 or 3 channels: uint8 [C, H, W]")
     return value.expand(3, -1, -1)
 
 

@@ -216,6 +216,14 @@ def test_saved_and_loaded_again(golden, tmp_path):
     assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_pictures_of_any_size_are_exported(tmp_path):
+    sizes = {"vision": {"image_size": 60, "patch_size": 20}}
+    policy = Pi05Policy(preset="tiny", sizes=sizes)
+    policy.use_network()
+    policy.save_pretrained(tmp_path)
+    assert Pi05Policy.from_pretrained(tmp_path).network_sizes == policy.network_sizes
+
+
 def test_saved_under_the_names_that_lerobot_loads_strictly(golden, tmp_path):
     golden.policy().save_pretrained(tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))

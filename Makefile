@@ -49,7 +49,7 @@ $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "Installing the development tools"
-	@$(call pip_install,$(BIN)/python,-c constraints.txt -e '.[wandb$(comma)sim$(comma)models$(comma)fp8$(comma)ray$(comma)dev]')
+	@$(call pip_install,$(BIN)/python,-c constraints.txt -e '.[wandb$(comma)sim$(comma)models$(comma)fp8$(comma)onnx$(comma)ray$(comma)dev]')
 	@touch $@
 
 # MuJoCo draws without a display through EGL or OSMesa; where neither works, Mesa's EGL is two small packages away.

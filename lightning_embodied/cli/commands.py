@@ -47,6 +47,7 @@ COMMANDS = {
     "fp8-report": Command(
         "what FP8 costs each layer, and which to exclude", "lightning_embodied.cli.fp8_report:fp8_report"
     ),
+    "quantize": Command("a checkpoint in eight bits for a robot", "lightning_embodied.cli.quantize:quantize"),
     "stats": Command("exact statistics of a dataset's features", "lightning_embodied.cli.stats:stats"),
     "consolidate": Command("one file of a sharded checkpoint", "lightning_embodied.strategies:consolidate"),
     "plan": Command("memory, time and storage on a thousand GPUs", "lightning_embodied.cli.plan:plan"),

@@ -13,7 +13,7 @@ def evaluate(checkpoint: str, *, output_dir: str | None = None, **settings: Any)
     """Measures a policy's success rate in closed loop, next to the expert and an untrained policy.
 
     Args:
-        checkpoint: A checkpoint file, or a run directory for its newest checkpoint.
+        checkpoint: A checkpoint file, a run directory for its newest checkpoint, or what `quantize` wrote.
         output_dir: Where `results.json` and `videos/` go; default: `evaluation` in the checkpoint's run directory.
         settings: Of `EvaluationConfig`.
     """

@@ -120,7 +120,8 @@ def evaluate(
     """Evaluates a policy in closed loop.
 
     Args:
-        policy: A checkpoint file, a run directory (its newest checkpoint), or a policy object.
+        policy: A checkpoint file, a run directory (its newest checkpoint), a quantised policy's directory, or a policy
+            object.
         config: What to evaluate on.
         output_dir: Where `results.json` and `videos/` go; default: `evaluation` in the checkpoint's run directory, and
             nowhere for a policy object.
@@ -186,12 +187,19 @@ def _load(policy: str | Path | ChunkPolicy, config: EvaluationConfig) -> tuple[C
     if not isinstance(policy, str | Path):
         return policy, None
     from lightning_embodied.models import find_checkpoint, load_policy
+    from lightning_embodied.quantization import MANIFEST
+    from lightning_embodied.quantization import load_policy as load_quantized
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    path = find_checkpoint(policy)
+    if (Path(policy) / MANIFEST).is_file():
+        path = Path(policy) / MANIFEST  # it holds the hashes of the other files
+        loaded = load_quantized(policy, device=device)
+    else:
+        path = find_checkpoint(policy)
+        loaded = load_policy(path, map_location=device).to(device)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return load_policy(path, map_location=device).to(device), {"path": str(path), "sha256": digest}
+    return loaded, {"path": str(path), "sha256": digest}
 
 
 def _open_slots(config: EvaluationConfig, acting: ChunkPolicy) -> VectorSlots:

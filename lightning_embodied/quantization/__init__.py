@@ -17,11 +17,14 @@ if TYPE_CHECKING:
         relative_error,
     )
     from lightning_embodied.quantization.loading import load_policy
+    from lightning_embodied.quantization.manifest import MANIFEST
+    from lightning_embodied.quantization.onnx_export import example_observation, export_denoising_step
     from lightning_embodied.quantization.quantizing import Quantization, Recipe, calibrate, quantize_policy
     from lightning_embodied.quantization.saving import save_policy
 
 __all__ = [
     "FORMATS",
+    "MANIFEST",
     "LayerChoice",
     "Quantization",
     "Recipe",
@@ -29,6 +32,8 @@ __all__ = [
     "calibrate",
     "choose_layers",
     "dequantize",
+    "example_observation",
+    "export_denoising_step",
     "format_of",
     "load_policy",
     "planned_bytes",
@@ -42,6 +47,8 @@ _MODULES = {
     "choice": ("LayerChoice", "choose_layers", "planned_bytes"),
     "formats": ("FORMATS", "WeightFormat", "dequantize", "format_of", "quantize", "relative_error"),
     "loading": ("load_policy",),
+    "manifest": ("MANIFEST",),
+    "onnx_export": ("example_observation", "export_denoising_step"),
     "quantizing": ("Quantization", "Recipe", "calibrate", "quantize_policy"),
     "saving": ("save_policy",),
 }

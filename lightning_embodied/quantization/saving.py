@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ def save_policy(
     *,
     overwrite: bool = False,
     source: Mapping[str, Any] | None = None,
+    attach: Callable[[Path], object] | None = None,
 ) -> Path:
     """Writes a quantised policy for `load_policy`.
 
@@ -42,6 +43,7 @@ def save_policy(
         path: The directory; it must not exist yet.
         overwrite: Replace a quantised policy that is there.
         source: Plain values about where the policy is from, such as its checkpoint's hash.
+        attach: Writes more files into the directory it is given; they are hashed as well.
 
     Returns:
         The directory.
@@ -57,6 +59,8 @@ def save_policy(
     except OSError as error:
         raise ConfigError("the quantised policy cannot be written", where=target, found=error) from error
     try:
+        if attach is not None:
+            attach(unfinished)
         _write(unfinished, policy, quantization, source or {})
         _put(unfinished, target)
     except OSError as error:
@@ -112,7 +116,7 @@ def _write(folder: Path, policy: PolicyModule, quantization: Quantization, sourc
         "kept_layers": {name: one.reason for name, one in quantization.layers.items() if not one.quantized},
         "tensors": {name: description(tensor) for name, tensor in tensors.items()},
         "tied": tied,
-        "files": {WEIGHTS: file_entry(folder / WEIGHTS)},
+        "files": {file.name: file_entry(file) for file in sorted(folder.iterdir())},
         "source": dict(source),
         "versions": {"lightning_embodied": __version__, "torch": str(torch.__version__)},
     }

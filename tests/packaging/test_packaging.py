@@ -83,7 +83,7 @@ def test_metadata_and_extras(built):
     metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith("METADATA"))).decode()
     assert "Name: lightning-embodied" in metadata
     assert "License-Expression: Apache-2.0" in metadata
-    for extra in ("models", "ray", "webdataset", "wandb", "fp8", "cuda", "sim", "dev", "all"):
+    for extra in ("models", "ray", "webdataset", "wandb", "fp8", "onnx", "cuda", "sim", "dev", "all"):
         assert f"Provides-Extra: {extra}" in metadata
 
 

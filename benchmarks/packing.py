@@ -1,6 +1,6 @@
 """Packing: how much padding the planners leave, how equal the ranks' work is, and what a training step gains.
 
-    OMP_NUM_THREADS=1 python benchmarks/packing.py
+    OMP_NUM_THREADS=1 python benchmarks/packing.py [planners] [padding] [mixture]
 
 Prints ours, the baseline, the bound and the ratio; the last rows of each table are the cases without gain. Two
 baselines of the training step: padding to the longest sample of the batch, and to a fixed length as openpi and LeRobot
@@ -11,8 +11,9 @@ it is below, because reading the weights and writing their gradients costs the s
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from robot_mixture import mixture
@@ -165,14 +166,16 @@ def row(bench: Bench, name: str, layers: nn.ModuleList, lengths: list[int], long
 
 def train_steps(
     bench: Bench, *, width: int = 256, heads: int = 4, depth: int = 2, number: int = 64, longest: int = 192,
-    shrink: int = 8,
+    shrink: int = 8, parts: Sequence[str] = ("padding", "mixture"),
 ) -> None:  # fmt: skip
     """Prints a training step at given paddings, and on the mixture with lengths divided by `shrink`."""
     torch.manual_seed(0)
     layers = nn.ModuleList(Layer(width, heads) for _ in range(depth)).to(bench.device, bench.dtype)
     shape = f"{depth} layers of width {width}, {bench.dtype} on {bench.device}"
-    given_padding(bench, layers, number, longest, shape)
-    on_mixture(bench, layers, shrink, shape)
+    if "padding" in parts:
+        given_padding(bench, layers, number, longest, shape)
+    if "mixture" in parts:
+        on_mixture(bench, layers, shrink, shape)
 
 
 def given_padding(bench: Bench, layers: nn.ModuleList, number: int, longest: int, shape: str) -> None:
@@ -199,8 +202,10 @@ def on_mixture(bench: Bench, layers: nn.ModuleList, shrink: int, shape: str) -> 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    planners(mixture(20_000), "packs of 20,000 samples of a robot mixture")
-    padded_batches(mixture(20_000))
-    planners([512] * 4000, "all samples equal: no gain")
-    ranks(mixture(20_000))
-    train_steps(Bench(seconds=4.0))
+    chosen = sys.argv[1:] or ["planners", "padding", "mixture"]
+    if "planners" in chosen:
+        planners(mixture(20_000), "packs of 20,000 samples of a robot mixture")
+        padded_batches(mixture(20_000))
+        planners([512] * 4000, "all samples equal: no gain")
+        ranks(mixture(20_000))
+    train_steps(Bench(seconds=6.0), parts=chosen)

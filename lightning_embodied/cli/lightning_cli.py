@@ -1,7 +1,7 @@
 """EmbodiedCLI: LightningCLI with our subcommands, readable errors, run directories and local logging by default.
 
 Private Lightning API touched here and nowhere else in this package, held by tests/cli/test_lightning_contract.py:
-`LightningCLI._add_subcommands`, `._instantiate_trainer`, `._get`.
+`LightningCLI._add_subcommands`, `._parse_ckpt_path`, `._instantiate_trainer`, `._get`.
 """
 
 from __future__ import annotations
@@ -116,6 +116,13 @@ class EmbodiedCLI(LightningCLI):
             self.config = parser.parse_args(args)
         else:
             super().parse_arguments(parser, args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: what the YAML says counts, whether `ckpt_path` is `last`, a directory or a file.
+
+        From a file alone Lightning would take the model's arguments, over those of the YAML, and it cannot read those
+        that are mappings, such as `sizes` and `lora`.
+        """
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)

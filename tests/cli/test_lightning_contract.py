@@ -15,6 +15,7 @@ def parameters(function):
 
 
 def test_signatures():
+    assert parameters(LightningCLI._parse_ckpt_path) == ["self"]
     assert parameters(LightningCLI._add_subcommands) == ["self", "parser", "kwargs"]
     assert parameters(LightningCLI._instantiate_trainer) == ["self", "config", "callbacks"]
     assert parameters(LightningCLI._get) == ["self", "config", "key", "default"]
@@ -22,6 +23,7 @@ def test_signatures():
 
 def test_they_are_called(monkeypatch, tmp_path):
     called = []
+    monkeypatch.setattr(EmbodiedCLI, "_parse_ckpt_path", lambda _: called.append("_parse_ckpt_path"))
     for name in ("_add_subcommands", "_instantiate_trainer", "_get"):
         real = getattr(LightningCLI, name)
 
@@ -32,7 +34,7 @@ def test_they_are_called(monkeypatch, tmp_path):
         monkeypatch.setattr(LightningCLI, name, spy)
     args = ["fit", "--trainer.fast_dev_run=1", f"--trainer.default_root_dir={tmp_path}", "--wandb=disabled"]
     cli = EmbodiedCLI(model_class=BoringModel, datamodule_class=BoringDataModule, args=args)
-    assert set(called) == {"_add_subcommands", "_instantiate_trainer", "_get"}
+    assert set(called) == {"_add_subcommands", "_parse_ckpt_path", "_instantiate_trainer", "_get"}
     assert cli.trainer.state.finished
     assert not list(tmp_path.iterdir())
 

@@ -314,6 +314,10 @@ def test_trains_from_yaml_and_its_checkpoint_acts(name, tmp_path):
     observations = {key: sample[key][None] for key in policy.observation_keys if key != "task"}
     actions = policy.predict_action_chunk({**observations, "task": [sample["task"]]})
     assert actions.shape == (1, 8, 4)
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("last.ckpt")
+    more = [*arguments, "--trainer.max_steps=3", f"--ckpt_path={saved}"]  # `sizes` come from the YAML
+    assert main(["fit", "--config", "configs/pi05.yaml", *more]) == 0
+    assert torch.load(saved, weights_only=True)["global_step"] == 3
     without_wrist = {key: value for key, value in observations.items() if not key.endswith("wrist")}
     other = policy.predict_action_chunk({**without_wrist, "task": [sample["task"]]})
     assert not torch.allclose(actions, other)

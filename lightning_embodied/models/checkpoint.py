@@ -58,7 +58,7 @@ def load_policy(checkpoint: str | Path, map_location: str | torch.device = "cpu"
         raise CheckpointError(
             "the checkpoint does not fit its policy class",
             where=path,
-            found=str(error).splitlines()[0] + " " + " ".join(str(error).splitlines()[1:3]).strip(),
+            found=getattr(error, "found", None) or str(error).splitlines()[0],
             mend=f"use the version of {type(policy).__name__} that it was trained with",
         ) from error
     return policy.to(map_location).eval()

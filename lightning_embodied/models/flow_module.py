@@ -17,7 +17,8 @@ from torch.nn import functional as F  # noqa: N812
 from lightning_embodied.counts import check_count
 from lightning_embodied.models.flow_matching import euler_sample, interpolate, sample_time, velocity_target
 from lightning_embodied.models.loss import LossTerms
-from lightning_embodied.models.module import Generators, PolicyModule
+from lightning_embodied.models.module import PolicyModule
+from lightning_embodied.models.noise import Generators
 from lightning_embodied.packing import PackedBatch
 
 Velocity = Callable[[Tensor, Tensor], Tensor]

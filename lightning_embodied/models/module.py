@@ -7,15 +7,14 @@ normalised units; units, token path, exact loss mean, optimizer and checkpoints 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from lightning_embodied.errors import ConfigError
+from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.features import Feature
 from lightning_embodied.models.arguments import plain_arguments
 from lightning_embodied.models.augmentation import shift_pictures
@@ -23,6 +22,7 @@ from lightning_embodied.models.base import LightningModule
 from lightning_embodied.models.checks import check_ranges
 from lightning_embodied.models.lora import LoRA, add_lora, merge_lora
 from lightning_embodied.models.loss import GlobalMean, LossTerms
+from lightning_embodied.models.noise import Generators, draw_noise
 from lightning_embodied.models.normalizer import Normalization, Normalizer
 from lightning_embodied.models.observations import (
     Observations,
@@ -36,9 +36,6 @@ from lightning_embodied.packing import PackedBatch, SampleEncoder
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
-
-Generators = torch.Generator | Sequence[torch.Generator]
-"""Source of sampling noise: one for a batch, or one a row, which makes a row independent of its neighbours."""
 
 
 class PolicyModule(LightningModule):
@@ -133,20 +130,7 @@ class PolicyModule(LightningModule):
         that of the data unless `action_dim` says otherwise.
         """
         shape = (self.spec.action_horizon, action_dim or self.action_normalizer.dim)
-        draw = partial(torch.randn, dtype=torch.float32)  # the default dtype is another one while Lightning trains
-        if isinstance(generator, Sequence):
-            if len(generator) != batch_size:
-                found = f"{len(generator)} generators"
-                raise ConfigError("one generator a row is needed", where="generator", found=found, expected=batch_size)
-            noise = torch.stack([draw(shape, generator=one, device=one.device) for one in generator])
-        elif generator is not None:
-            noise = draw(batch_size, *shape, generator=generator, device=generator.device)
-        elif self.sampling_seed is not None:
-            seeded = torch.Generator().manual_seed(self.sampling_seed)
-            noise = draw(1, *shape, generator=seeded).expand(batch_size, -1, -1)
-        else:
-            noise = draw(batch_size, *shape)
-        return noise.to(self.device)
+        return draw_noise(batch_size, shape, generator, self.sampling_seed).to(self.device)
 
     # Acting.
 
@@ -298,3 +282,20 @@ class PolicyModule(LightningModule):
             self._spec = PolicySpec.from_dict(checkpoint["policy_spec"])
             self._adopt_data()
         self.configure_model()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401
+        """Takes weights, as any module.
+
+        Raises:
+            CheckpointError: They are of a policy of other sizes; names the first that do not fit.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            lines = [line.strip() for line in str(error).splitlines()[1:]]
+            raise CheckpointError(
+                "the weights do not fit the policy",
+                where=type(self).__name__,
+                found=f"{lines[0][:300]}{' …' if len(lines) > 1 else ''}" if lines else error,
+                mend="give the policy the arguments that the checkpoint was made with",
+            ) from error

@@ -109,6 +109,14 @@ def test_a_resumed_run_refuses_data_that_its_policy_would_misread(trained):
         )
 
 
+def test_a_resumed_run_says_which_weights_do_not_fit(trained):
+    policy = FlowMatchingPolicy(width=16, expert_width=24, depth=2, heads=2, head_dim=8)
+    with pytest.raises(CheckpointError, match=r"token_embedding\.weight|image_positions"):
+        make_trainer(max_steps=9).fit(
+            policy, datamodule=TinyDataModule(make_samples(8), 4), ckpt_path=find_checkpoint(trained[0])
+        )
+
+
 def test_the_newest_checkpoint_is_taken(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()

@@ -160,16 +160,27 @@ def write_directory(path: str | PathLike[str], tensors: Mapping[str, Tensor], co
         path: The directory; made if it does not exist. Files of an earlier checkpoint in it are replaced.
         tensors: The weights, on any device; none shares memory with another.
         config: Plain JSON values.
+
+    Raises:
+        CheckpointError: It cannot be written; what was there before stays, or does not open.
     """
     directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
     unfinished = directory / f"{WEIGHTS}.unfinished"
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(stored, unfinished, metadata={"format": "pt"})
-    for name in (CONFIG, INDEX):  # a directory whose weights are being replaced does not open
-        (directory / name).unlink(missing_ok=True)
-    unfinished.replace(directory / WEIGHTS)
-    (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(stored, unfinished, metadata={"format": "pt"})
+        for name in (CONFIG, INDEX):  # a directory whose weights are being replaced does not open
+            (directory / name).unlink(missing_ok=True)
+        unfinished.replace(directory / WEIGHTS)
+        (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            "the checkpoint cannot be written",
+            where=directory,
+            found=f"{type(error).__name__}: {error}",
+            expected="a directory that can be made or written to, and room on the disk",
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

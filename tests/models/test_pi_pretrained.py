@@ -224,6 +224,12 @@ def test_pictures_of_any_size_are_exported(tmp_path):
     assert Pi05Policy.from_pretrained(tmp_path).network_sizes == policy.network_sizes
 
 
+def test_a_place_that_cannot_be_written_is_told(golden, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        golden.policy().save_pretrained(tmp_path / "file")
+
+
 def test_saved_under_the_names_that_lerobot_loads_strictly(golden, tmp_path):
     golden.policy().save_pretrained(tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))

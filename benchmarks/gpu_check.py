@@ -1,10 +1,11 @@
-"""Attention and packing with real kernels: correct against fp64, then timed. One run of less than six minutes.
+"""Attention, packing and FP8 with real kernels: correct against fp64, then timed. One run of less than six minutes.
 
     python benchmarks/gpu_check.py
 
 Every attention backend that the machine has is compared with dense attention in fp64, forward and backward, on the
 shapes that break kernels; then attention, pi0.5's blocks, shared prefixes and a packed training step are timed against
-what they replace, then pi0.5's training step and denoising, with peak memory. Without a CUDA device it says so and
+what they replace, then pi0.5's training step and denoising, with peak memory, then FP8's training steps and a quantised
+policy's latency. Without a CUDA device it says so and
 succeeds; it fails if a comparison does.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from attention import packed_against_padded, pi05_blocks, shared_prefixes
+from fp8_steps import LAYERS, SMALL_LAYERS, Layer, quantized_latency, training_steps
 from packing import train_steps
 from pi05_step import SMALL_WIDTHS, Scale, denoising, shared_prefix, training
 from robot_mixture import mixture
@@ -42,6 +44,7 @@ class Size:
         block: Arguments of pi0.5's blocks.
         draws: Arguments of the shared prefixes.
         policy: Of pi0.5.
+        layers: Linear layers to train in FP8.
         seconds: Of each timing.
         deadline: Seconds after which no further timing is begun.
     """
@@ -51,6 +54,7 @@ class Size:
     block: dict[str, int]
     draws: dict[str, tuple[int, ...] | int]
     policy: Scale
+    layers: dict[str, Layer]
     seconds: float
     deadline: float
 
@@ -70,6 +74,7 @@ FULL = Size(
         },
         samples=8,
     ),
+    layers=LAYERS,
     seconds=2.0,
     deadline=240.0,
 )  # fmt: skip
@@ -85,6 +90,7 @@ SMALL = Size(
         },
         samples=2, prompt=6, used=3, horizon=3,
     ),
+    layers=SMALL_LAYERS,
     seconds=0.0,
     deadline=600.0,
 )  # fmt: skip
@@ -237,6 +243,8 @@ def time_all(bench: Bench, size: Size, stop: float) -> list[str]:
         "pi0.5's training step": (training, (size.policy,), {}),
         "pi0.5's draws": (shared_prefix, (size.policy,), {}),
         "pi0.5's denoising": (denoising, (size.policy,), {}),
+        "FP8's training steps": (training_steps, (size.layers,), {}),
+        "the quantised policy's latency": (quantized_latency, (size.policy,), {}),
     }
     failed = []
     for name, (part, arguments, options) in parts.items():

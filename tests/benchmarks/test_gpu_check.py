@@ -17,7 +17,16 @@ def gpu_check(monkeypatch):
     import gpu_check
 
     yield gpu_check
-    for name in ("gpu_check", "attention", "packing", "pi05_step", "pi05_dense", "timing", "robot_mixture"):
+    for name in (
+        "gpu_check",
+        "attention",
+        "packing",
+        "pi05_step",
+        "pi05_dense",
+        "fp8_steps",
+        "timing",
+        "robot_mixture",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -26,7 +35,8 @@ def test_it_runs_whole_and_finds_the_backends_right(gpu_check, dtype, capsys):
     assert gpu_check.run("cpu", dtype, gpu_check.SMALL, scale=1) == []
     out = capsys.readouterr().out
     for title in ("fp64", "varlen_attention (cpu-flash", "pi0.5's blocks", "R suffixes", "given padding", "mixture",
-                  "pi0.5: training step", "pi0.5: draws that share", "pi0.5: denoising"):  # fmt: skip
+                  "pi0.5: training step", "pi0.5: draws that share", "pi0.5: denoising", "FP8 training steps",
+                  "quantised policy"):  # fmt: skip
         assert title in out
     assert "0 failures" in out
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lightning_embodied.quantization import FORMATS, dequantize, quantize
 from lightning_embodied.quantization.layers import QUANTIZED, QuantizedLinear, quantize_layer, scaled_product
+from tests.precision.test_gpu_rules import ScaledProducts
 
 all_kinds = pytest.mark.parametrize("kind", FORMATS.values(), ids=lambda kind: kind.name)
 E4M3 = torch.float8_e4m3fn
@@ -87,6 +88,23 @@ def test_the_kernel_computes_what_is_emulated(name):
     found = scaled_product(codes, layer.codes, layer.input_scale, layer.weight_scale)
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), layer(input), atol=2**-8 * float(layer(input).abs().max()))
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_tensor"])
+@pytest.mark.parametrize("rows", [1, 50])
+def test_cudas_kernel_takes_the_shapes(name, rows):
+    """A GPU's rules are stricter than a CPU's; fake tensors are checked by them."""
+    scale = {"fp8_row": (48, 1), "fp8_tensor": (1, 1)}[name]
+
+    def product(columns):
+        with ScaledProducts() as calls:
+            codes, weight = (torch.zeros(side, columns, dtype=E4M3) for side in (rows, 48))
+            scaled_product(codes, weight, torch.ones(()), torch.ones(scale))
+        return calls.repeat_on_cuda()
+
+    assert product(64) == [(rows, 48)]
+    with pytest.raises(RuntimeError, match="16"):
+        product(40)
 
 
 def test_only_exact_classes_are_known():

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     )
     from lightning_embodied.quantization.loading import load_policy
     from lightning_embodied.quantization.manifest import MANIFEST
-    from lightning_embodied.quantization.onnx_export import example_observation, export_denoising_step
+    from lightning_embodied.quantization.onnx_export import DenoisingStep, example_observation, export_denoising_step
     from lightning_embodied.quantization.quantizing import Quantization, Recipe, calibrate, quantize_policy
     from lightning_embodied.quantization.saving import save_policy
 
 __all__ = [
     "FORMATS",
     "MANIFEST",
+    "DenoisingStep",
     "LayerChoice",
     "Quantization",
     "Recipe",
@@ -48,7 +49,7 @@ _MODULES = {
     "formats": ("FORMATS", "WeightFormat", "dequantize", "format_of", "quantize", "relative_error"),
     "loading": ("load_policy",),
     "manifest": ("MANIFEST",),
-    "onnx_export": ("example_observation", "export_denoising_step"),
+    "onnx_export": ("DenoisingStep", "example_observation", "export_denoising_step"),
     "quantizing": ("Quantization", "Recipe", "calibrate", "quantize_policy"),
     "saving": ("save_policy",),
 }

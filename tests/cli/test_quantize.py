@@ -1,6 +1,8 @@
 """`lightning-embodied quantize` on a run as `fit` leaves it, and on one that was evaluated in closed loop."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from lightning_embodied.cli import main
 from lightning_embodied.models import load_policy as load_checkpoint
 from lightning_embodied.quantization import load_policy
 
+DOCS = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
 DATASET = Path(__file__).parents[1] / "fixtures" / "lerobot_v30_image" / "dataset"
 
 
@@ -106,6 +109,12 @@ def test_held_out_frames_are_those_that_were_held_out(run, tmp_path, capsys):
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     assert quantize(other, tmp_path / "robot") == 0
     assert "or not the split" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", re.findall(r"^    lightning-embodied (quantize .*(?:\\\n.*)*)", DOCS, re.M))
+def test_the_documented_commands_parse(command, capsys):
+    assert main([*shlex.split(command), "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["checkpoint"] == "runs/quickstart"
 
 
 def test_bad_input_ends_before_anything_is_computed(run, tmp_path, capsys):

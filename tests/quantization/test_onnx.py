@@ -6,7 +6,13 @@ import torch
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models import PolicyModule
-from lightning_embodied.quantization import Recipe, example_observation, export_denoising_step, quantize_policy
+from lightning_embodied.quantization import (
+    DenoisingStep,
+    Recipe,
+    example_observation,
+    export_denoising_step,
+    quantize_policy,
+)
 from tests.models.conftest import TASKS, make_policy
 from tests.models.groot.policies import make_policy as make_groot
 from tests.precision.networks import tiny_pi05
@@ -27,8 +33,6 @@ def test_onnxruntime_denoises_as_torch_does(name, weights, tmp_path):
     assert export_denoising_step(policy, example_observation(policy, TASKS[0]), path) < 1e-4
     stored = {onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in onnx.load(path).graph.initializer}
     assert ("INT8" if weights == "int8_row" else "FLOAT8E4M3FN") in stored
-
-    from lightning_embodied.quantization.onnx_export import DenoisingStep
 
     batch = example_observation(policy, TASKS[0])
     batch.state = batch.state + 0.01

@@ -143,7 +143,7 @@ def scaled_product(codes: Tensor, weight: Tensor, input_scale: Tensor, weight_sc
         bfloat16 `[M, N]`.
     """
     if weight_scale.shape[0] == weight.shape[0]:
-        scales = input_scale.expand(codes.shape[0], 1).contiguous(), weight_scale.t().contiguous()
+        scales = input_scale.repeat(codes.shape[0], 1), weight_scale.t().contiguous()
     else:
         scales = input_scale.view(1), weight_scale.view(1)
     return torch._scaled_mm(codes, weight.t(), *scales, out_dtype=torch.bfloat16)

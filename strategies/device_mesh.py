@@ -13,6 +13,26 @@ from lightning_embodied.errors import ConfigError
 REPLICATE, SHARD = "replicate", "shard"
 
 
+def check_replicas_fit(world_size: int, replicate: int) -> None:
+    """Refuses numbers of ranks that cannot be divided into the replicas.
+
+    Args:
+        world_size: Number of ranks.
+        replicate: Copies of the sharded model.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    if replicate < 1 or world_size % replicate:
+        raise ConfigError(
+            "the ranks cannot be divided into so many replicas",
+            where="replicate",
+            found=replicate,
+            expected=f"a divisor of the number of ranks, {world_size}",
+            mend="set it to 1, or to the number of nodes",
+        )
+
+
 def sharding_mesh(device_type: str, world_size: int, replicate: int = 1) -> DeviceMesh:
     """Makes the mesh; all ranks call it.
 
@@ -27,14 +47,7 @@ def sharding_mesh(device_type: str, world_size: int, replicate: int = 1) -> Devi
     Raises:
         ConfigError: The ranks cannot be divided so.
     """
-    if replicate < 1 or world_size % replicate:
-        raise ConfigError(
-            "the ranks cannot be divided into so many replicas",
-            where="replicate",
-            found=replicate,
-            expected=f"a divisor of the number of ranks, {world_size}",
-            mend="set it to 1, or to the number of nodes",
-        )
+    check_replicas_fit(world_size, replicate)
     if replicate == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD,))
     shape = (replicate, world_size // replicate)

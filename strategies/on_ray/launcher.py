@@ -6,6 +6,7 @@ change than the strategy.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,8 @@ class RayLauncher(Launcher):
             try:
                 self._orchestrate(board)
             except BaseException:  # interrupted: the workers would go on, which in a notebook nothing else ends
-                attendant.kill_all("interrupted")
+                with contextlib.suppress(Exception):  # Ray may be what failed
+                    attendant.kill_all("interrupted")
                 raise
         return self._outcome(ray, board)
 

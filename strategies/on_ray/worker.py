@@ -113,3 +113,6 @@ def _leave_process_group() -> None:
         closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
         closing.start()
         closing.join(timeout=10.0)  # NCCL waits for ranks that may be gone
+    elif dist.is_available():
+        # torch names groups by counting them, also one that could not be made; a new worker would wait for another name
+        dist.distributed_c10d._world.group_count = 0

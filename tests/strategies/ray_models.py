@@ -108,26 +108,29 @@ class Counter(Callback):
 
 
 class Mishap(Callback):
-    """Something happens on one rank at one step, once: a file remembers that it did.
+    """Things happen on one rank: the first after `step` optimizer steps, the next after twice as many, and so on.
 
     Args:
-        marker: The file.
-        what: `kill`, `hang`, `raise` or `terminate`.
+        marker: A file that remembers how many did.
+        what: `kill`, `hang`, `raise`, `terminate`, `lose node`, or a list of them.
         rank: On which rank.
         step: After how many optimizer steps.
-        times: How often in all; at steps `step`, `2 * step` and so on.
     """
 
-    def __init__(self, marker: Path, what: str, rank: int = 1, step: int = 3, times: int = 1) -> None:
-        self.marker, self.what, self.rank, self.step, self.times = Path(marker), what, rank, step, times
+    def __init__(self, marker: Path, what: str | list[str], rank: int = 1, step: int = 3) -> None:
+        self.marker, self.what, self.rank, self.step = Path(marker), what, rank, step
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         done = len(self.marker.read_text()) if self.marker.exists() else 0
-        due = done < self.times and trainer.global_step == self.step * (done + 1)
+        coming = [self.what] if isinstance(self.what, str) else self.what
+        due = done < len(coming) and trainer.global_step == self.step * (done + 1)
         if not due or trainer.global_rank != self.rank:
             return
         self.marker.write_text("x" * (done + 1))
-        if self.what == "raise":
+        if coming[done] == "raise":
             raise ValueError("the mishap")
-        number = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "terminate": signal.SIGTERM}[self.what]
+        if coming[done] == "lose node":
+            os.kill(os.getppid(), signal.SIGKILL)  # Ray's process of this node, which takes all workers with it
+            signal.pause()
+        number = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "terminate": signal.SIGTERM}[coming[done]]
         os.kill(os.getpid(), number)

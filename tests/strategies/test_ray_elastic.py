@@ -13,22 +13,11 @@ from lightning_embodied.strategies import RayDDPStrategy
 from tests.strategies.elastic import SAMPLES, Ledger, NumberedData, lines, trained
 from tests.strategies.ray_models import Regression
 
+pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+ROOM = {"room": 1}
 PATIENCE = 150.0  # seconds, for what takes ten on a machine with nothing else to do
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    it = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": SOON})
-    ray.init(address=it.address, log_to_driver=False)
-    yield it
-    ray.shutdown()
-    it.shutdown()
 
 
 class Beside(threading.Thread):
@@ -61,12 +50,12 @@ class Beside(threading.Thread):
 
 
 @pytest.mark.parametrize("restart", ["warm", "cold"])
-def test_goes_on_with_fewer_ranks_after_a_node_is_lost_and_with_more_when_one_comes(cluster, tmp_path, restart):
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+def test_goes_on_with_fewer_ranks_after_a_node_is_lost_and_with_more_when_one_comes(ray_cluster, tmp_path, restart):
+    nodes = [ray_cluster.add_node(num_cpus=0, resources=ROOM) for _ in range(2)]
     seed_everything(3)
     book = tmp_path / "book"
     trainer = Trainer(
-        strategy=RayDDPStrategy(num_workers=[1, 2], restart=restart, resize_interval=1.0),
+        strategy=RayDDPStrategy(num_workers=[1, 2], restart=restart, resize_interval=1.0, resources_per_worker=ROOM),
         accelerator="cpu",
         max_epochs=1,
         logger=False,
@@ -77,12 +66,12 @@ def test_goes_on_with_fewer_ranks_after_a_node_is_lost_and_with_more_when_one_co
     model = Regression()
     run = Beside(trainer, model, NumberedData())
     run.until(lambda: any(line["step"] >= 7 for line in lines(book)))
-    cluster.remove_node(nodes[1], allow_graceful=False)
+    ray_cluster.remove_node(nodes[1], allow_graceful=False)
     run.until(lambda: any(line["ranks"] == 1 for line in lines(book)))
-    nodes[1] = cluster.add_node(num_cpus=1)
+    nodes[1] = ray_cluster.add_node(num_cpus=0, resources=ROOM)
     run.end()
     for node in nodes:
-        cluster.remove_node(node)
+        ray_cluster.remove_node(node)
 
     steps = trained(book)
     sizes = [step[0]["ranks"] for step in steps]

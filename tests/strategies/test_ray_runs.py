@@ -13,17 +13,8 @@ from lightning_embodied.strategies import RankFailedError, RayDDPStrategy, RayFS
 from lightning_embodied.strategies.ddp_audit import UnusedParametersError
 from tests.strategies.ray_models import SAMPLES, Counter, Data, Mishap, Regression, samples
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray = pytest.importorskip("ray")
-    from lightning_embodied.strategies.on_ray.cluster import connect
-
-    connect("local", None, cpus=4)
-    yield ray
-    ray.shutdown()
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 def trainer(tmp_path, strategy=None, callbacks=(), **options):
@@ -96,7 +87,7 @@ def test_the_driver_looks_as_if_it_had_trained_itself(tmp_path, capfd, restart):
 @pytest.mark.parametrize("restart", ["warm", "cold"])
 def test_an_error_of_the_user_is_raised_once_with_its_place(tmp_path, restart):
     marker = tmp_path / "marker"
-    mishap = Mishap(marker, "raise", times=5)
+    mishap = Mishap(marker, ["raise"] * 5)
     strategy = RayDDPStrategy(num_workers=2, restart=restart)
     run = trainer(tmp_path, strategy, callbacks=[mishap, ModelCheckpoint(tmp_path, save_on_exception=True)])
     with pytest.raises(RankFailedError) as caught:
@@ -122,26 +113,18 @@ def undisturbed(tmp_path_factory):
     return model
 
 
-@pytest.mark.parametrize(("restart", "what"), [("warm", "kill"), ("warm", "hang"), ("cold", "kill"), ("cold", "hang")])
-def test_a_lost_worker_costs_a_restart_and_nothing_else(tmp_path, undisturbed, restart, what):
+@pytest.mark.parametrize(
+    ("restart", "mishaps"), [("warm", ["kill", "hang", "kill"]), ("cold", ["hang", "kill"])], ids=["warm", "cold"]
+)
+def test_lost_workers_cost_restarts_and_nothing_else(tmp_path, undisturbed, restart, mishaps):
     strategy = RayDDPStrategy(num_workers=2, restart=restart, hang_timeout=5.0)
-    times = 3 if restart == "warm" else 1
-    callbacks = [Mishap(tmp_path / "marker", what, times=times, step=1), every_step(tmp_path)]
+    callbacks = [Mishap(tmp_path / "marker", mishaps, step=1), every_step(tmp_path)]
     run = trainer(tmp_path, strategy, callbacks, max_epochs=1)
     model = Regression(noise=0.1)
     run.fit(model, Data())
-    assert (tmp_path / "marker").read_text() == "x" * times
+    assert (tmp_path / "marker").read_text() == "x" * len(mishaps)
     assert weights(model).equal(weights(undisturbed))
     assert rows(run) == list(range(SAMPLES // 8))
-
-
-@pytest.mark.parametrize(("dtype", "difference"), [("bfloat16", 3e-2), ("float16", 3e-3)])
-def test_gradients_travel_narrow(tmp_path, undisturbed, dtype, difference):
-    strategy = RayDDPStrategy(num_workers=2, restart="warm", gradient_dtype=dtype, bucket_cap_mb=1)
-    model = Regression(noise=0.1)
-    trainer(tmp_path, strategy, max_epochs=1).fit(model, Data())
-    assert not weights(model).equal(weights(undisturbed))
-    torch.testing.assert_close(weights(model), weights(undisturbed), atol=difference, rtol=0)
 
 
 @pytest.mark.parametrize("replicate", [1, 2], ids=["fsdp", "hsdp"])
@@ -157,7 +140,7 @@ def test_sharded_training_equals_ddp_also_when_a_worker_is_lost(tmp_path, undist
 
 def test_restarts_end(tmp_path):
     strategy = RayDDPStrategy(num_workers=2, restart="warm", max_restarts=1)
-    run = trainer(tmp_path, strategy, [Mishap(tmp_path / "marker", "kill", times=2, step=1), every_step(tmp_path)])
+    run = trainer(tmp_path, strategy, [Mishap(tmp_path / "marker", ["kill"] * 2, step=1), every_step(tmp_path)])
     with pytest.raises(RankFailedError, match="after 1 restart") as caught:
         run.fit(Regression(), Data())
     assert caught.value.failures[0].rank == 1

@@ -1,4 +1,4 @@
-"""A driver script: trains without end on the cluster given, and says each step."""
+"""A driver script, `ADDRESS CHECKPOINTS WORKERS [MOST]`: trains without end, goes on where it was, says each step."""
 
 import os
 import sys
@@ -20,8 +20,9 @@ class Says(Callback):
 
 if __name__ == "__main__":
     seed_everything(11)
+    workers = [int(number) for number in sys.argv[3:]]
     Trainer(
-        strategy=RayDDPStrategy(num_workers=[1, 3], address=sys.argv[1]),
+        strategy=RayDDPStrategy(num_workers=workers if len(workers) > 1 else workers[0], address=sys.argv[1]),
         accelerator="cpu",
         max_epochs=-1,
         logger=False,
@@ -29,5 +30,5 @@ if __name__ == "__main__":
         enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
-        callbacks=[Says(), ModelCheckpoint(sys.argv[2], every_n_train_steps=5)],
-    ).fit(Regression(), Data())
+        callbacks=[Says(), ModelCheckpoint(sys.argv[2], every_n_train_steps=5, save_last=True)],
+    ).fit(Regression(), Data(), ckpt_path="last")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing import ProcessExitedException
 
@@ -201,6 +201,7 @@ optimizer = st.fixed_dictionaries(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine
 @given(
     st.fixed_dictionaries(
         {"state_dict": values, "optimizer_states": st.lists(optimizer, max_size=2), "epoch": st.integers()}

@@ -1,4 +1,4 @@
-"""From YAML: the strategy is the only line that changes, and losses equal those of Lightning's own DDP."""
+"""From YAML: the strategy is the only line that changes, also for a run that loses a worker."""
 
 import csv
 import subprocess
@@ -34,37 +34,12 @@ def run(directory, command, config):
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     ended = subprocess.run(
-        [sys.executable, *command, "--config", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        [sys.executable, *command, "--config", str(path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 
 
-def test_a_stock_lightning_cli(tmp_path):
-    for name, strategy in (("ddp", "ddp"), ("ray", RAY)):
-        logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path / name)}}
-        trainer = {**TRAINER, "strategy": strategy, "default_root_dir": str(tmp_path / name), "logger": logger}
-        run(tmp_path / name, ["-m", "tests.strategies.stock_cli", "fit"], {"trainer": trainer})
-        assert (next((tmp_path / name).rglob("version_0/config.yaml"))).is_file()
-    assert losses(tmp_path / "ray") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-6)
-    assert len(losses(tmp_path / "ray")) == 4
-
-
-@pytest.fixture
-def wandb_service():
-    """W&B's background process, as a notebook has it that logged something: what it starts inherits its address."""
-    wandb = pytest.importorskip("wandb")
-    wandb.setup().ensure_service()
-    yield
-    wandb.teardown()
-
-
-@pytest.mark.usefixtures("wandb_service")
 def test_lightning_embodied_fit_survives_a_lost_worker(tmp_path):
     config = yaml.safe_load((ROOT / "configs/tabletop.yaml").read_text())
     config["model"]["init_args"] |= {"width": 16, "expert_width": 16, "depth": 1, "heads": 1}
@@ -74,8 +49,14 @@ def test_lightning_embodied_fit_survives_a_lost_worker(tmp_path):
     checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "save_top_k": -1}}
     once = {"marker": str(tmp_path / "marker"), "what": "kill", "step": 3}
     mishap = {"class_path": "tests.strategies.ray_models.Mishap", "init_args": once}
-    for name, strategy, callbacks in (("ddp", "ddp", [checkpoint]), ("ray", "ray_ddp", [checkpoint, mishap])):
-        trainer = {**TRAINER, "strategy": strategy, "default_root_dir": str(tmp_path / name / "run")}
+    for name, strategy, callbacks in (("ddp", "ddp", [checkpoint]), ("ray", RAY, [checkpoint, mishap])):
+        trainer = {
+            **TRAINER,
+            "devices": 2,
+            "max_steps": 4,
+            "strategy": strategy,
+            "default_root_dir": str(tmp_path / name / "run"),
+        }
         whole = {**config, "trainer": {**trainer, "callbacks": callbacks}, "wandb": "offline"}
         run(tmp_path / name, ["-m", "lightning_embodied", "fit"], whole)
     assert (tmp_path / "marker").is_file()

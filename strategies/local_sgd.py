@@ -115,9 +115,9 @@ class Meetings:
 
 
 def _hook(meetings: Meetings, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    reduced: torch.futures.Future[Tensor] = (
-        noop_hook(None, bucket) if meetings.apart else allreduce_hook(dist.group.WORLD, bucket)
-    )
+    world = dist.group.WORLD
+    assert world is not None  # noqa: S101 - DDP is in it
+    reduced: torch.futures.Future[Tensor] = noop_hook(None, bucket) if meetings.apart else allreduce_hook(world, bucket)
     return reduced
 
 

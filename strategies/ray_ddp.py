@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -110,7 +111,7 @@ class RayDDPStrategy(RayStrategyMixin, DDPStrategy):
             checkpoint = {**checkpoint, _MEETINGS: self._meetings.state_dict()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads, before the module is wrapped; with `local_sgd` also the outer optimizer's state."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._meetings_before = checkpoint.get(_MEETINGS)

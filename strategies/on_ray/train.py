@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -147,8 +148,17 @@ class _BoardScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]  # Ray is
     def _get_reserved_resources(self) -> dict[str, Any] | None:
         """Ray goes on to count a node that is lost for up to 20 s, and would wait for a worker on it."""
         reserved = super()._get_reserved_resources()
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"] and _answers(node)}
         return reserved and {node: resources for node, resources in reserved.items() if node in alive}
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Whether a node's raylet listens; Ray itself notices seconds after the workers that it does not."""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
 
 
 class _BoardBackendConfig(BackendConfig):  # type: ignore[misc]  # Ray is not typed

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 _TABLE = np.array((70, 60, 55), dtype=np.float32)
 _PAD_COLOURS = np.array(((40, 90, 235), (235, 235, 235)), dtype=np.float32)
-_BLOCK_COLOURS = np.array(((225, 40, 40), (40, 190, 70), (245, 205, 40)), dtype=np.float32)
+_BLOCK_COLOURS = np.array(((225, 40, 40), (40, 190, 70)), dtype=np.float32)
 _OPEN, _CLOSED = np.array(((0, 225, 225), (255, 0, 255)), dtype=np.float32)
 PAD_HALF, BLOCK_HALF = 0.085, 0.06
 _ARM, _HALF_WIDTH = 0.065, 0.016
@@ -30,7 +30,7 @@ def draw_scene(
     Args:
         size: Width and height in pixels.
         pads: Centres `[2, 2]` in the unit square.
-        blocks: Centres `[3, 2]`.
+        blocks: Centres `[2, 2]`.
         gripper: Centre `[2]`; drawn as a cross.
         closed: Colours the gripper magenta instead of cyan.
 

@@ -1,7 +1,7 @@
 """A tabletop seen from above, in NumPy alone: coloured blocks, coloured pads, and an instruction that decides the goal.
 
 The scene is a function of the seed only, so that the same picture with another instruction asks for another motion: a
-policy that ignores language can succeed in one of six. No simulator, no OpenGL; made for tests and small machines,
+policy that ignores language can succeed in one of four. No simulator, no OpenGL; made for tests and small machines,
 after the language-table idea (Lynch et al., 2022, https://arxiv.org/abs/2210.06407).
 """
 
@@ -19,7 +19,7 @@ from lightning_embodied.envs.tabletop_drawing import draw_scene
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.features import Feature
 
-BLOCKS = ("red", "green", "yellow")
+BLOCKS = ("red", "green")
 PADS = ("blue", "white")
 TABLETOP_INSTRUCTIONS: dict[str, str] = {
     f"{block}-block-{pad}-pad": f"put the {block} block on the {pad} pad" for block in BLOCKS for pad in PADS
@@ -27,22 +27,25 @@ TABLETOP_INSTRUCTIONS: dict[str, str] = {
 """Instruction of each task, by the task's name."""
 
 _TASKS = tuple(TABLETOP_INSTRUCTIONS)
-_STEP = 0.04
+_STEP = 0.08
 _GRASP_RADIUS = 0.08
 _PAD_TOLERANCE = 0.08
-_ARRIVED = 0.04
-_MARGIN = 0.12
-_SEPARATION = 0.2
+_ARRIVED = 0.05
+_GRID = 4  # the table's cells in each direction; the row nearest to the viewer is the blocks'
+_BLOCK_CELLS = np.array(((1, 0), (2, 0)))
+_JITTER = 0.03
 
 
 class TabletopEnv(EmbodiedEnv):
-    """Pick one of three blocks and put it on one of two pads.
+    """Pick one of two blocks and put it on one of two pads.
 
-    The table is the unit square, x to the right, y away from the viewer. Observation: `observation.images.top` uint8
-    `[H, W, 3]`; `observation.state` float32 `[3]` (gripper x, y; 1 while it holds a block); and
-    `observation.environment_state` float32 `[10]` (x, y of the blocks, then of the pads). Action: float32 `[3]` in
-    [-1, 1]: the gripper's motion (1 is 0.04), and the gripper (above 0 closes, and grips a block within 0.08). Done
-    when the instructed block lies, released, within 0.08 of the centre of the instructed pad.
+    The table is the unit square, x to the right, y away from the viewer. Each block starts near its own place in front;
+    the pads lie anywhere behind, blue in the left half, so that only the picture tells where they are.
+
+    Observation: `observation.images.top` uint8 `[H, W, 3]`; `observation.state` float32 `[3]` (gripper x, y; 1 while it
+    holds a block); and `observation.environment_state` float32 `[8]` (x, y of the blocks, then of the pads). Action:
+    float32 `[3]` in [-1, 1]: the gripper's motion (1 is 0.08), and the gripper (above 0 closes, and grips a block
+    within 0.08). Done when the instructed block lies, released, within 0.08 of the centre of the instructed pad.
 
     `reset(options={"task": name})` or `options={"instruction": sentence}` gives the scene of the seed another goal.
 
@@ -68,7 +71,7 @@ class TabletopEnv(EmbodiedEnv):
         task: str | None = None,
         *,
         image_size: int = 64,
-        episode_length: int = 60,
+        episode_length: int = 40,
         terminate_on_success: bool = True,
         render_mode: str | None = None,
         render_size: int = 192,
@@ -99,7 +102,7 @@ class TabletopEnv(EmbodiedEnv):
     @property
     def other_instruction(self) -> str:
         """An instruction with another block and another pad, which the same scene allows as well."""
-        return TABLETOP_INSTRUCTIONS[f"{BLOCKS[(self.goal_block + 1) % 3]}-block-{PADS[1 - self.goal_pad]}-pad"]
+        return TABLETOP_INSTRUCTIONS[f"{BLOCKS[1 - self.goal_block]}-block-{PADS[1 - self.goal_pad]}-pad"]
 
     @property
     def features(self) -> dict[str, Feature]:
@@ -110,7 +113,7 @@ class TabletopEnv(EmbodiedEnv):
         return {
             "observation.images.top": image_feature(self.image_size),
             "observation.state": Feature("float32", (3,), ["gripper_x", "gripper_y", "holding"]),
-            "observation.environment_state": Feature("float32", (10,), places),
+            "observation.environment_state": Feature("float32", (8,), places),
             "action": Feature("float32", (3,), ["delta_x", "delta_y", "gripper"]),
         }
 
@@ -147,8 +150,7 @@ class TabletopEnv(EmbodiedEnv):
 
     def _start(self, seed: int, options: dict[str, Any]) -> None:
         random = np.random.default_rng(seed)
-        places = _separate_places(random, len(BLOCKS) + len(PADS))
-        self.blocks, self.pads = places[: len(BLOCKS)], places[len(BLOCKS) :]
+        self.blocks, self.pads = _places(random)
         self.gripper = random.uniform(0.3, 0.7, size=2)
         self.closed = False
         self.held: int | None = None
@@ -204,14 +206,13 @@ class TabletopExpert:
         return np.array([*motion, 1.0 if closing else -1.0], dtype=np.float32)
 
 
-def _separate_places(random: np.random.Generator, count: int) -> NDArray[np.float64]:
-    """Draws points `[count, 2]` on the table, no two closer than `_SEPARATION`."""
-    places = np.empty((0, 2))
-    while len(places) < count:
-        place = random.uniform(_MARGIN, 1.0 - _MARGIN, size=2)
-        if not len(places) or np.linalg.norm(places - place, axis=1).min() >= _SEPARATION:
-            places = np.vstack([places, place])
-    return places
+def _places(random: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Draws where the blocks `[2, 2]` and the pads `[2, 2]` lie: near the centres of cells, no two in one cell."""
+    columns = random.integers([0, _GRID // 2], [_GRID // 2, _GRID])  # the blue pad in the left half
+    pad_cells = np.stack([columns, random.integers(1, _GRID, size=len(PADS))], axis=1)
+    cells = np.concatenate([_BLOCK_CELLS, pad_cells])
+    places = (cells + 0.5) / _GRID + random.uniform(-_JITTER, _JITTER, size=cells.shape)
+    return places[: len(BLOCKS)], places[len(BLOCKS) :]
 
 
 def _known(name: str, valid: tuple[str, ...] | list[str], what: str) -> str:

@@ -90,7 +90,7 @@ def test_noise_disturbs_the_motion_but_the_recorded_action_is_the_experts() -> N
     clean = _recorder().record(TASKS[0], 3)
     np.testing.assert_array_equal(noisy.frames["action"][0], clean.frames["action"][0])
     states = noisy.frames["observation.state"]
-    executed = np.diff(states[:, :2], axis=0) / 0.04
+    executed = np.diff(states[:, :2], axis=0) / 0.08
     wanted = noisy.frames["action"][:-1, :2]
     assert np.abs(executed - wanted).max() > 0.1
     env = TabletopEnv(TASKS[0])
@@ -98,7 +98,7 @@ def test_noise_disturbs_the_motion_but_the_recorded_action_is_the_experts() -> N
     for i in range(noisy.steps):  # in the very state of each frame the expert would do what was recorded
         env.gripper, env.blocks = (
             states[i, :2].astype(float),
-            noisy.frames["observation.environment_state"][i, :6].reshape(3, 2).astype(float),
+            noisy.frames["observation.environment_state"][i, :4].reshape(2, 2).astype(float),
         )
         env.held = env.goal_block if states[i, 2] else None
         np.testing.assert_allclose(env.expert().act(), noisy.frames["action"][i], atol=1e-4)

@@ -34,7 +34,7 @@ def test_the_expert_succeeds_from_every_start(seed: int) -> None:
     env.reset(seed=seed)
     steps = _run_expert(env)
     assert env.success
-    assert 8 <= steps <= 45
+    assert 5 <= steps <= 30
 
 
 @given(seeds, st.sampled_from(sorted(TABLETOP_INSTRUCTIONS)), st.sampled_from(sorted(TABLETOP_INSTRUCTIONS)))
@@ -84,9 +84,9 @@ def test_success_needs_the_block_released_on_the_pad() -> None:
 
 @given(st.floats(0.1, 0.9), st.floats(0.1, 0.9), st.integers(32, 96))
 def test_pictures_show_positions_to_a_fraction_of_a_pixel(x: float, y: float, size: int) -> None:
-    pads, blocks = np.full((2, 2), 5.0), np.array([[x, y], [5.0, 5.0], [5.0, 5.0]])
+    pads, blocks = np.full((2, 2), 5.0), np.array([[x, y], [5.0, 5.0]])
     gripper = np.full(2, 5.0)
-    empty = draw_scene(size, pads, np.full((3, 2), 5.0), gripper, closed=False).astype(float)
+    empty = draw_scene(size, pads, np.full((2, 2), 5.0), gripper, closed=False).astype(float)
     changed = np.abs(draw_scene(size, pads, blocks, gripper, closed=False) - empty).sum(-1)
     rows, columns = np.mgrid[:size, :size] + 0.5
     total = changed.sum()

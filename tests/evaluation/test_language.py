@@ -20,5 +20,5 @@ def test_the_shipped_policy_follows_language(tmp_path, monkeypatch):
         for policy in ("checkpoint", "swapped")
     )
     assert right["episodes"] == swapped["episodes"] == 60
-    assert right["success_rate"] > 0.4  # one who ignores the instruction does the right thing in one of six
+    assert right["success_rate"] > 0.5  # one who ignores the instruction does the right thing in one of four at best
     assert right["wilson_95"][0] > swapped["wilson_95"][1]

@@ -11,7 +11,7 @@ from lightning_embodied.errors import ConfigError
 from lightning_embodied.evaluation import EvaluationConfig, evaluate
 from lightning_embodied.evaluation.report import give_verdict
 
-TASKS = ("red-block-blue-pad", "yellow-block-white-pad")
+TASKS = ("red-block-blue-pad", "green-block-white-pad")
 CONFIG = EvaluationConfig(
     env_id="lightning_embodied/Tabletop-v0",
     tasks=TASKS,
@@ -37,8 +37,8 @@ class Obedient:
     def act(self, places, state, instruction):
         env = TabletopEnv(image_size=16)
         env.reset(seed=0, options={"instruction": instruction})
-        points = places.numpy().astype(np.float64).reshape(5, 2)
-        env.blocks, env.pads, env.gripper = points[:3], points[3:], state[:2].numpy().astype(np.float64)
+        points = places.numpy().astype(np.float64).reshape(4, 2)
+        env.blocks, env.pads, env.gripper = points[:2], points[2:], state[:2].numpy().astype(np.float64)
         distances = np.linalg.norm(env.blocks - env.gripper, axis=1)
         env.held = int(distances.argmin()) if state[2] > 0.5 else None
         return env.expert().act()

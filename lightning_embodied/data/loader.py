@@ -30,24 +30,29 @@ _Numbered = tuple[int, int]  # index in the dataset, seed of the sample
 
 
 class _SeededSamples(Dataset[Any]):
-    """Reads a sample with the global random generators at the sample's own seed, and restores them."""
+    """Reads each sample with the global random generators at its own seed, and restores them after the batch."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, numbered: _Numbered) -> Any:  # noqa: ANN401
-        index, seed = numbered
+    def __getitems__(self, numbered: list[_Numbered]) -> list[Any]:
+        """The samples of a batch; `DataLoader` prefers this to reading them one by one."""
         if get_worker_info() is not None:  # nothing else draws numbers in a worker
-            _seed_generators(seed)
-            return self.dataset[index]
+            return self._read(numbered)
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()
         try:
-            _seed_generators(seed)
-            return self.dataset[index]
+            return self._read(numbered)
         finally:
             torch.set_rng_state(states[0])
             random.setstate(states[1])
             np.random.set_state(states[2])
+
+    def _read(self, numbered: list[_Numbered]) -> list[Any]:
+        samples = []
+        for index, seed in numbered:
+            _seed_generators(seed)
+            samples.append(self.dataset[index])
+        return samples
 
 
 def _seed_generators(seed: int) -> None:

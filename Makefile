@@ -113,10 +113,10 @@ $(CROSS)/.installed: $(VENV)/.made
 # The pinned environment writes datasets, LeRobot's reads them and compares every value; its policies train in LeRobot's.
 crosscheck: $(VENV)/.installed $(CROSS)/.installed
 	@rm -rf $(CROSS)/datasets
-	@$(BIN)/python -m tests.crosscheck.lerobot_reads_ours write $(CROSS)/datasets
-	@$(CROSS)/bin/python -m tests.crosscheck.lerobot_reads_ours compare $(CROSS)/datasets
+	@$(BIN)/python tests/crosscheck/lerobot_reads_ours.py write $(CROSS)/datasets
+	@$(CROSS)/bin/python tests/crosscheck/lerobot_reads_ours.py compare $(CROSS)/datasets
 	@rm -rf $(CROSS)/policies
-	@$(CROSS)/bin/python -m tests.crosscheck.lerobot_policies $(CROSS)/policies
+	@$(CROSS)/bin/python tests/crosscheck/lerobot_policies.py $(CROSS)/policies
 
 clean:
 	rm -rf $(VENV) $(CROSS) .typecheck build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,7 +3,7 @@
 Not part of the test suite: run by `make crosscheck` in an environment with LeRobot and this package. Needs no hub: the
 tiny SmolVLA's configuration and tokenizer are written to a directory first.
 
-    python -m tests.crosscheck.lerobot_policies DIRECTORY
+    python tests/crosscheck/lerobot_policies.py DIRECTORY
 """
 
 from __future__ import annotations

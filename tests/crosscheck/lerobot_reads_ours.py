@@ -3,8 +3,8 @@
 Not part of the test suite: LeRobot needs its own environment (Python 3.12, about 6 GB), which `make crosscheck` makes.
 Where the two packages cannot share an environment, the two steps run apart:
 
-    python -m tests.crosscheck.lerobot_reads_ours write DIRECTORY      records datasets and what they should hold
-    python -m tests.crosscheck.lerobot_reads_ours compare DIRECTORY    opens them with LeRobotDataset and compares
+    python tests/crosscheck/lerobot_reads_ours.py write DIRECTORY      records datasets and what they should hold
+    python tests/crosscheck/lerobot_reads_ours.py compare DIRECTORY    opens them with LeRobotDataset and compares
 """
 
 from __future__ import annotations

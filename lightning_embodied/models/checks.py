@@ -31,6 +31,18 @@ def check_ranges(policy: object, **most: float) -> None:
             )
 
 
+def check_batch(policy: object, batch: object, expected: type) -> None:
+    """Raises `ConfigError` unless the loader gave a batch of the type that the policy reads."""
+    if not isinstance(batch, expected):
+        raise ConfigError(
+            "the loader makes batches that the policy does not read",
+            where=f"{type(policy).__name__}: batch",
+            found=type(batch).__name__,
+            expected=expected.__name__,
+            mend="for a PackedBatch give the loader `collate_fn=VarlenPackingCollator(…)`; a DataModule has `collator`",
+        )
+
+
 def check_names(where: str, found: Iterable[str], known: Sequence[str]) -> None:
     """Checks names of parts of a network.
 

@@ -54,6 +54,8 @@ class LeRobotPolicyModule(PolicyModule):
         ConfigError: Neither a type nor a path is given.
     """
 
+    batch_type = dict
+
     def __init__(
         self,
         policy_type: str | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from math import inf
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lightning_embodied.features import Feature
 from lightning_embodied.models.arguments import plain_arguments
 from lightning_embodied.models.augmentation import shift_pictures
 from lightning_embodied.models.base import LightningModule
-from lightning_embodied.models.checks import check_ranges
+from lightning_embodied.models.checks import check_batch, check_ranges
 from lightning_embodied.models.lora import LoRA, add_lora, merge_lora
 from lightning_embodied.models.loss import GlobalMean, LossTerms
 from lightning_embodied.models.noise import Generators, draw_noise
@@ -61,8 +61,12 @@ class PolicyModule(LightningModule):
         lora: Low-rank adapters: only they train, all other weights are frozen. `target_modules` are patterns of the
             linear layers to adapt (`*.q_proj`), `rank` (8) and `alpha` (16) their size and strength, `also_train`
             patterns of parameters that train beside them.
+
+    Attributes:
+        batch_type: What the loader must give.
     """
 
+    batch_type: ClassVar[type] = PackedBatch
     encoder: SampleEncoder
     state_normalizer: Normalizer
     action_normalizer: Normalizer
@@ -234,7 +238,12 @@ class PolicyModule(LightningModule):
         self._global_mean.reset()
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        """One micro-batch; its gradient becomes part of the global mean over valid targets."""
+        """One micro-batch; its gradient becomes part of the global mean over valid targets.
+
+        Raises:
+            ConfigError: The loader makes batches of another kind.
+        """
+        check_batch(self, batch, self.batch_type)
         if self.image_shift:
             batch = shift_pictures(batch, self.encoder, self.image_shift, self.global_step)
         terms = self(batch)
@@ -247,6 +256,7 @@ class PolicyModule(LightningModule):
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
         """Logs `val/loss`, the mean over all valid targets, with the same noise draws every time."""
+        check_batch(self, batch, self.batch_type)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(batch_idx)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 
+from lightning_embodied.errors import ConfigError
 from lightning_embodied.models import FlowMatchingPolicy, load_policy
 from lightning_embodied.models.optimization import adamw, warmup_cosine
 from tests.models.conftest import (
@@ -197,3 +198,9 @@ def test_schedule_warms_up_and_falls():
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert schedule.get_last_lr()[0] == pytest.approx(0.05)
     assert warmup_cosine(optimizer, math.inf, 0.0, 0.05).get_last_lr()[0] == 1.0
+
+
+def test_batches_of_another_collator_are_refused():
+    loader = torch.utils.data.DataLoader([{"action": torch.zeros(HORIZON, ACTION)}] * 4, batch_size=2)
+    with pytest.raises(ConfigError, match=r"does not read[\s\S]*dict[\s\S]*VarlenPackingCollator"):
+        make_trainer(max_steps=1).fit(make_policy(), loader)

@@ -90,7 +90,7 @@ quickstart: $(VENV)/.rendering
 	@echo "Open $(RUN)/report.html in a browser. For your own data: README.md, 'Your own data'."
 
 test: lint typecheck $(VENV)/.rendering
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check

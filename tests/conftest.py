@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
+
+
+def pytest_configure() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist has it ignored, by child processes too
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,8 +4,9 @@ Names are imported when they are first used: the small processes that watch over
 neither torch nor Lightning.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_embodied.lazy import on_first_use
 
 if TYPE_CHECKING:
     from lightning_embodied.strategies.async_checkpoint import AsyncShardedCheckpoint as AsyncShardedCheckpoint
@@ -23,24 +24,6 @@ if TYPE_CHECKING:
     from lightning_embodied.strategies.sharding_checks import check_sharded as check_sharded
     from lightning_embodied.strategies.sharding_weights import load_weights as load_weights
     from lightning_embodied.strategies.sharding_weights import parameters_on_meta as parameters_on_meta
-
-_HOMES = {
-    "AsyncShardedCheckpoint": "async_checkpoint",
-    "FSDP2Strategy": "fsdp2",
-    "RankFailedError": "on_ray.failures",
-    "RayDDPStrategy": "ray_ddp",
-    "RayFSDPStrategy": "ray_fsdp",
-    "RunStoppedError": "on_ray.launcher",
-    "ShardedModule": "sharding",
-    "Sharding": "sharding",
-    "check_replicas": "sharding_checks",
-    "check_sharded": "sharding_checks",
-    "consolidate": "consolidation",
-    "latest_checkpoint": "checkpoint_storage",
-    "load_weights": "sharding_weights",
-    "parameters_on_meta": "sharding_weights",
-    "sharding_mesh": "device_mesh",
-}
 
 __all__ = [
     "AsyncShardedCheckpoint",
@@ -60,8 +43,23 @@ __all__ = [
     "sharding_mesh",
 ]
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "AsyncShardedCheckpoint": "async_checkpoint",
+        "FSDP2Strategy": "fsdp2",
+        "RankFailedError": "on_ray.failures",
+        "RayDDPStrategy": "ray_ddp",
+        "RayFSDPStrategy": "ray_fsdp",
+        "RunStoppedError": "on_ray.launcher",
+        "ShardedModule": "sharding",
+        "Sharding": "sharding",
+        "check_replicas": "sharding_checks",
+        "check_sharded": "sharding_checks",
+        "consolidate": "consolidation",
+        "latest_checkpoint": "checkpoint_storage",
+        "load_weights": "sharding_weights",
+        "parameters_on_meta": "sharding_weights",
+        "sharding_mesh": "device_mesh",
+    },
+)

@@ -4,19 +4,14 @@
 Lightning, so that `--help` and `doctor` answer at once and also where one of them is broken.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_embodied.cli.entry import main
+from lightning_embodied.lazy import on_first_use
 
 if TYPE_CHECKING:
     from lightning_embodied.cli.lightning_cli import EmbodiedCLI
 
 __all__ = ["EmbodiedCLI", "main"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "EmbodiedCLI":
-        from lightning_embodied.cli.lightning_cli import EmbodiedCLI
-
-        return EmbodiedCLI
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, {"EmbodiedCLI": "lightning_cli"})

@@ -6,24 +6,19 @@ in order of task and seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from lightning_embodied.collection.progress import CollectionProgress
-from lightning_embodied.collection.provenance import EpisodeOrigin, Provenance, write_provenance
-from lightning_embodied.collection.recorder import EnvironmentDescription, Episode, EpisodeRecorder
+from lightning_embodied.collection.provenance import Provenance
+from lightning_embodied.collection.recorder import EnvironmentDescription, EpisodeRecorder
 from lightning_embodied.collection.replacing import replacing
 from lightning_embodied.collection.schedule import SeedSchedule, TaskTally
 from lightning_embodied.envs import WorkerProcess, default_workers
 from lightning_embodied.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lightning_embodied.data import LeRobotDatasetWriter
 
 
 @dataclass(frozen=True)
@@ -113,36 +108,18 @@ def collect(
         workers = [WorkerProcess(make_recorder) for _ in range(num_workers or default_workers(episodes_per_task))]
         for worker in workers:
             stack.callback(worker.close)
-        from lightning_embodied.data import LeRobotDatasetWriter  # workers import this module too, and need no torch
+        # workers import this module too, and write nothing
+        from lightning_embodied.collection.writing import write_episodes
+        from lightning_embodied.data import LeRobotDatasetWriter
 
         found: EnvironmentDescription = workers[0].call("describe", tasks)
         schedule = SeedSchedule(found.task_names, episodes_per_task, first_seed)
         writer = LeRobotDatasetWriter(
             root, fps=found.fps, features=found.features, robot_type=found.robot_type, vcodec=vcodec, crf=crf
         )
-        _write_all(writer, workers, schedule, provenance, len(found.task_names) * episodes_per_task)
+        write_episodes(writer, workers, schedule, provenance, len(found.task_names) * episodes_per_task)
     frames = sum(origin.steps for origin in provenance.episodes)
     return CollectionResult(root, len(provenance.episodes), frames, schedule.tallies)
-
-
-def _write_all(
-    writer: LeRobotDatasetWriter,
-    workers: list[WorkerProcess],
-    schedule: SeedSchedule,
-    provenance: Provenance,
-    total: int,
-) -> None:
-    progress = CollectionProgress(writer.root, total)
-    try:
-        with progress, writer:
-            for episode in _recorded(workers, schedule):
-                _write(writer, episode)
-                provenance.episodes.append(EpisodeOrigin.of(writer.num_episodes - 1, episode))
-                progress.advance(episode, schedule.tallies)
-    finally:  # after Ctrl-C and errors too: the writer has completed what could be completed
-        if writer.root.exists() and provenance.episodes:
-            write_provenance(writer.root, provenance, schedule.tallies, complete=schedule.finished)
-            progress.summarize(schedule.tallies, complete=schedule.finished)
 
 
 def _check(tasks: Sequence[str] | None, *, episodes_per_task: int, noise_steps: int, action_noise: float) -> None:
@@ -153,25 +130,3 @@ def _check(tasks: Sequence[str] | None, *, episodes_per_task: int, noise_steps: 
             raise ConfigError("must be at least 1", where=where, found=value)
     if action_noise < 0:
         raise ConfigError("a standard deviation is not negative", where="action_noise", found=action_noise)
-
-
-def _recorded(workers: list[WorkerProcess], schedule: SeedSchedule) -> Iterator[Episode]:
-    """Keeps the workers busy and yields the episodes to keep, in order."""
-    idle, busy = list(workers), dict[int, WorkerProcess]()
-    while not schedule.finished:
-        while idle and (attempt := schedule.next_attempt()):
-            worker = idle.pop()
-            worker.send("record", *attempt)
-            busy[worker.fileno()] = worker
-        ready = set(wait(list(busy)))
-        for descriptor in [one for one in busy if one in ready]:
-            worker = busy.pop(descriptor)
-            schedule.finish(worker.receive())
-            idle.append(worker)
-        yield from schedule.ready()
-
-
-def _write(writer: LeRobotDatasetWriter, episode: Episode) -> None:
-    for i in range(episode.steps):
-        writer.add_frame({**{key: values[i] for key, values in episode.frames.items()}, "task": episode.instruction})
-    writer.save_episode()

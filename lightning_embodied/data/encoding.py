@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import av
 import numpy as np
 from av.codec.context import Flags
+from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from lightning_embodied.errors import ConfigError
@@ -102,12 +103,14 @@ class EpisodeVideo:
         os.environ.setdefault("SVT_LOG", "1")  # SVT-AV1 prints a banner for each encoder otherwise
         self._context = cast(av.VideoCodecContext, av.CodecContext.create(settings.encoder, "w"))
         settings.configure(self._context, height, width)
+        self._reformatter = VideoReformatter()  # a frame of its own sets one up each time, slower than its work
         self.frames = 0
         self.packets: list[Any] = []
 
     def add(self, picture: NDArray[np.uint8]) -> None:
         """Encodes one frame `[H, W, 3]`."""
-        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24").reformat(format="yuv420p")
+        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+        frame = self._reformatter.reformat(frame, format="yuv420p", threads=1)
         frame.pts, frame.time_base = self.frames, self._context.time_base
         self.packets += self._context.encode(frame)
         self.frames += 1

@@ -127,7 +127,8 @@ class PyAVDecoder:
         return self._current.time
 
     def _reformat(self, frame: av.VideoFrame) -> Picture:
-        return np.array(self._reformatter.reformat(frame, format="rgb24").to_ndarray(), dtype=np.uint8)
+        # one thread: handing slices of a small picture to others takes longer than converting it
+        return np.array(self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray(), dtype=np.uint8)
 
 
 class TorchcodecDecoder:

@@ -3,8 +3,9 @@
 Names are imported when they are first used, so that worker processes, which need none of them, start without torch.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightning_embodied.lazy import on_first_use
 
 if TYPE_CHECKING:
     from lightning_embodied.evaluation.actors import ChunkPolicy
@@ -29,19 +30,20 @@ __all__ = [
     "wilson_interval",
 ]
 
-_MODULES = {
-    "actors": ("ChunkPolicy",),
-    "closed_loop": ("EvaluationConfig", "EvaluationInterrupted", "evaluate"),
-    "console": ("success_table",),
-    "report": ("build_report",),
-    "result": ("EpisodeResult", "EvaluationResult"),
-    "statistics": ("PairedComparison", "SuccessRate", "mcnemar_exact", "wilson_interval"),
-}
-
-
-def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "ChunkPolicy": "actors",
+        "EpisodeResult": "result",
+        "EvaluationConfig": "closed_loop",
+        "EvaluationInterrupted": "closed_loop",
+        "EvaluationResult": "result",
+        "PairedComparison": "statistics",
+        "SuccessRate": "statistics",
+        "build_report": "report",
+        "evaluate": "closed_loop",
+        "mcnemar_exact": "statistics",
+        "success_table": "console",
+        "wilson_interval": "statistics",
+    },
+)

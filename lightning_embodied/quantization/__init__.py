@@ -3,8 +3,9 @@
 Names are imported when they are first used, so that a robot needs nothing of what quantising needs.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightning_embodied.lazy import on_first_use
 
 if TYPE_CHECKING:
     from lightning_embodied.quantization.choice import LayerChoice, choose_layers, planned_bytes
@@ -44,20 +45,27 @@ __all__ = [
     "save_policy",
 ]
 
-_MODULES = {
-    "choice": ("LayerChoice", "choose_layers", "planned_bytes"),
-    "formats": ("FORMATS", "WeightFormat", "dequantize", "format_of", "quantize", "relative_error"),
-    "loading": ("load_policy",),
-    "manifest": ("MANIFEST",),
-    "onnx_export": ("DenoisingStep", "example_observation", "export_denoising_step"),
-    "quantizing": ("Quantization", "Recipe", "calibrate", "quantize_policy"),
-    "saving": ("save_policy",),
-}
-
-
-def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            value: object = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "DenoisingStep": "onnx_export",
+        "FORMATS": "formats",
+        "LayerChoice": "choice",
+        "MANIFEST": "manifest",
+        "Quantization": "quantizing",
+        "Recipe": "quantizing",
+        "WeightFormat": "formats",
+        "calibrate": "quantizing",
+        "choose_layers": "choice",
+        "dequantize": "formats",
+        "example_observation": "onnx_export",
+        "export_denoising_step": "onnx_export",
+        "format_of": "formats",
+        "load_policy": "loading",
+        "planned_bytes": "choice",
+        "quantize": "formats",
+        "quantize_policy": "quantizing",
+        "relative_error": "formats",
+        "save_policy": "saving",
+    },
+)

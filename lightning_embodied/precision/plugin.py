@@ -32,7 +32,7 @@ from lightning_embodied.precision.recipes import (
     check_device,
 )
 from lightning_embodied.precision.scaling import DelayedScaling
-from lightning_embodied.precision.selection import LayerVerdict, Selection
+from lightning_embodied.precision.selection import KEPT_IN_TRAINING, LayerVerdict, Selection
 from lightning_embodied.precision.summary import summary
 from lightning_embodied.precision.transformer_engine import EngineLinear, engine_context
 
@@ -52,7 +52,7 @@ class FP8Precision(Precision):
         include: Patterns of the full names of the layers to convert: `*.q_proj`, `model.expert.*`. Default: all.
         exclude: Patterns of layers that stay in high precision; stronger than `include`.
         safe_defaults: Also leave layers alone that read actions, states or flow time, write actions or tokens,
-            modulate norms or embed.
+            modulate norms or embed, that attention's values go through, and an action expert's first block.
         high_precision: What everything else computes in: `bf16-mixed` (autocast), `32-true`, or `auto`, which is the
             first on a GPU and the second on a CPU.
         amax_history_len: Steps that `delayed` remembers.
@@ -92,6 +92,7 @@ class FP8Precision(Precision):
             tuple(exclude),
             safe_defaults,
             alignment(recipe, backend),
+            KEPT_IN_TRAINING,
         )
         self.report: dict[str, LayerVerdict] = {}
         self._linear: dict[str, nn.Linear] = {}

@@ -1,7 +1,8 @@
 """Which linear layers multiply in FP8, and why the others do not.
 
 Safe defaults keep what is small and sensitive in a policy: what reads actions, states and flow time, what writes
-actions, the modulations of adaptive norms, embeddings and language-model heads. docs/fp8.md has what they are worth.
+actions, the modulations of adaptive norms, embeddings and language-model heads; in training also the two projections
+that attention's values go through, and an action expert's first block. docs/fp8.md has what they are worth.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _KEPT = {
     "writes actions": ("final_layer*",),
     "is an adapter": ("lora_*",),
 }
-"""Patterns of any part of a layer's name."""
+"""Patterns of any part of a layer's name, or of the whole if they have a dot."""
 
 _KEPT_LAST = {
     "writes actions or tokens": (
@@ -43,6 +44,19 @@ _KEPT_LAST = {
     ),
 }
 """Patterns of the last part of a layer's name that is no number: a head's own layers, not a network called head."""
+
+KEPT_IN_TRAINING = {
+    "carries attention's values": ("v_proj", "o_proj", "out_proj", "to_v", "to_out", "attention_out", "*attn.proj"),
+    "first block of an action expert": (
+        "expert.*layers.0.*",
+        "*.expert.*layers.0.*",
+        "*gemma_expert.*layers.0.*",
+        "*lm_expert.*layers.0.*",
+        "*action_expert.*layers.0.*",
+        "*action_head.model.*blocks.0.*",
+    ),
+}
+"""More that stays when a model trains: half of the gradient's error there comes through these few layers."""
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -80,7 +94,8 @@ class Selection:
         exclude: Patterns of full names that stay; stronger than `include`.
         safe_defaults: Whether sensitive layers stay even if included.
         multiple: What in and out features must be multiples of.
-        kept: More that stays by default: for each reason patterns of any part of a layer's name.
+        kept: More that stays by default: for each reason patterns of any part of a layer's name, or of the whole if
+            they have a dot.
         where: Whose options these are, for error messages.
     """
 
@@ -140,10 +155,11 @@ def plain_name(name: str) -> str:
 
 
 def _reason_by_default(name: str, kept: Mapping[str, Sequence[str]]) -> str | None:
-    parts = name.lower().split(".")
+    name = name.lower()
+    parts = name.split(".")
     last = next((part for part in reversed(parts) if not part.isdigit()), "")
     for reason, patterns in kept.items():
-        if any(_first_match(patterns, part) for part in parts):
+        if any(fnmatchcase(part, pattern) for pattern in patterns for part in ([name] if "." in pattern else parts)):
             return f"{reason} (safe default)"
     for reason, patterns in _KEPT_LAST.items():
         if _first_match(patterns, last):

@@ -83,10 +83,11 @@ class FlowModule(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def tiny_pi05(size: int = 16):
+def tiny_pi05(size: int = 16, depth: int = 3, seed: int = 0):
     """The `tiny` preset of pi0.5 with nothing left at zero, and its loss on a batch of synthetic samples."""
-    torch.manual_seed(0)
-    sizes = {"vision": {"image_size": 16, "patch_size": 8}, "max_action_dim": 16}
+    torch.manual_seed(seed)
+    towers = {tower: {"depth": depth} for tower in ("language", "expert")}
+    sizes = {"vision": {"image_size": 16, "patch_size": 8}, "max_action_dim": 16, **towers}
     policy = Pi05Policy(preset="tiny", sizes=sizes, noise_samples_per_observation=4)
     encoder = SampleEncoder(image_size=(16, 16), patch_size=8, prompt="pi05").to_config()
     policy.spec = make_spec(encoder={**encoder, "state_range": [[-10.0] * 5, [10.0] * 5]})
@@ -98,7 +99,7 @@ def tiny_pi05(size: int = 16):
     packed = VarlenPackingCollator(policy.encoder)(make_samples(size))
 
     def loss(module):
-        torch.manual_seed(1)
+        torch.manual_seed(seed + 1)
         terms = module(packed)
         return terms.total / terms.count
 

@@ -100,8 +100,9 @@ def kept(plugin):
 def test_safe_defaults_of_a_dit():
     plugin, model = FP8Precision("rowwise", "emulated"), DiT()
     plugin.convert_module(model)
-    modulations = {f"blocks.{i}.adaLN_modulation.1" for i in range(3)}
-    assert kept(plugin) == {"action_in", "action_out", "time_mlp.0", "time_mlp.2", *modulations}
+    sensitive = {f"blocks.{i}.{name}" for i in range(3) for name in ("adaLN_modulation.1", "attention_out")}
+    assert kept(plugin) == {"action_in", "action_out", "time_mlp.0", "time_mlp.2", *sensitive}
+    assert plugin.report["blocks.0.attention_out"].reason == "carries attention's values (safe default)"
     assert plugin.report["time_mlp.0"].reason == "reads the flow time (safe default)"
     daring = emulated(safe_defaults=False)
     daring.convert_module(DiT())
@@ -111,9 +112,12 @@ def test_safe_defaults_of_a_dit():
 
 def test_safe_defaults_of_the_policies():
     expected = {
-        FlowMatchingPolicy: {"expert.action_in", "expert.action_out", "expert.time.*", "*modulation", "state_in.*"},
-        Pi05Policy: {"model.action_*_proj", "model.time_mlp_*", "*layernorm.dense", "*gemma_expert.model.norm.dense"},
-        GrootN15Policy: {"*.norm1.linear", "*timestep_encoder.*", "*proj_out_?", "*lm_head"},
+        FlowMatchingPolicy: {"expert.action_in", "expert.action_out", "expert.time.*", "*modulation", "state_in.*"}
+        | {"*attention_out", "expert.layers.0.*"},
+        Pi05Policy: {"model.action_*_proj", "model.time_mlp_*", "*layernorm.dense", "*gemma_expert.model.norm.dense"}
+        | {"*v_proj", "*o_proj", "*.out_proj", "*gemma_expert.model.layers.0.*"},
+        GrootN15Policy: {"*.norm1.linear", "*timestep_encoder.*", "*proj_out_?", "*lm_head"}
+        | {"*.to_v", "*.to_out.0", "*.[vo]_proj", "*.out_proj", "*action_head.model.transformer_blocks.0.*"},
     }
     for kind, patterns in expected.items():
         policy = kind(width=32, expert_width=32) if kind is FlowMatchingPolicy else kind(preset="tiny")
@@ -136,9 +140,7 @@ def test_safe_defaults_of_the_policies():
 def test_globs_choose_layers():
     plugin = emulated(include=["blocks.*"], exclude=["*.fc?"])
     plugin.convert_module(DiT())
-    assert {name for name, verdict in plugin.report.items() if verdict.fp8} == {
-        f"blocks.{i}.{name}" for i in range(3) for name in ("qkv", "attention_out")
-    }
+    assert {name for name, verdict in plugin.report.items() if verdict.fp8} == {f"blocks.{i}.qkv" for i in range(3)}
     assert plugin.report["blocks.1.fc1"].reason == "excluded by '*.fc?'"
     assert plugin.report["action_in"].reason == "not included"
 
@@ -211,7 +213,7 @@ def test_verdicts_are_logged_and_the_summary_names_the_layers(caplog):
         fit = trainer(max_steps=1, plugins=plugin, callbacks=[ModelSummary(max_depth=4)], enable_model_summary=True)
         fit.fit(model, loader())
     text = caplog.text
-    assert "FP8 (rowwise, emulated): 12 of 19 linear layers" in text
+    assert "FP8 (rowwise, emulated): 9 of 19 linear layers" in text
     assert "2 in high precision, reads the flow time (safe default): net.time_mlp.0, net.time_mlp.2" in text
     assert "FP8Linear" in text
     plugin.convert_module(model)
@@ -236,7 +238,7 @@ def test_shown_in_the_modules_own_text():
     model = DiT()
     emulated().convert_module(model)
     assert "FP8Linear(in_features=64, out_features=256, bias=True, recipe=rowwise, backend=emulated)" in repr(model)
-    names = ("qkv", "attention_out", "fc1", "fc2")
+    names = ("qkv", "fc1", "fc2")
     assert list(fp8_layers(model)) == [f"blocks.{i}.{name}" for i in range(3) for name in names]
 
 

@@ -1,19 +1,20 @@
 """The gradient in FP8 against float32, paired: same weights, same batch, same noise. docs/fp8.md has the table.
 
-A rounding to E4M3 is off by 2.6 % (root mean square), so a product of two rounded matrices by nearly 4 %: that is the
-error of a weight gradient on its own, and products in a row add to it. What stays in high precision brings the total
-down, most of all where much of a gradient is in residual paths and in the action head.
+A rounding to E4M3 is off by 2.6 % (root mean square), so a product of two rounded matrices by nearly 4 %. Errors of the
+forward pass reach the gradient of every layer; default exclusions are there to bring the total under 4 %.
 """
 
 import pytest
 import torch
 
+from lightning_embodied.models.pi.network import PiNetwork
+from lightning_embodied.models.pi.sizes import PRESETS
 from lightning_embodied.precision import FP8Precision, fp8_layers, propose_exclusions
 from lightning_embodied.precision.recipes import BACKEND_RECIPES
 from tests.precision.networks import cosine, gradients, relative_error, small_dit, tiny_pi05
 
 NETWORKS = {"dit": small_dit, "pi05": tiny_pi05}
-BOUNDS = {"dit": (0.02, 0.9998), "pi05": (0.065, 0.9978)}
+BOUNDS = {"dit": (0.02, 0.9998), "pi05": (0.04, 0.999)}
 WAYS = [(backend, recipe) for backend in ("emulated", "torchao") for recipe in BACKEND_RECIPES[backend]]
 
 
@@ -43,16 +44,25 @@ def test_default_exclusions_keep_the_gradient(network, backend, recipe):
 
 
 @pytest.mark.slow
-def test_proposed_exclusions_bring_pi05_under_four_percent():
+def test_proposed_exclusions_bring_pi05_under_a_tighter_bound():
     module, loss = tiny_pi05()
     reference = gradients(module, loss)
     plugin = FP8Precision("rowwise", "emulated")
     plugin.convert_module(module)
-    proposal = propose_exclusions(module, lambda: loss(module), 0.04)
-    assert proposal.total.relative > 0.04
+    proposal = propose_exclusions(module, lambda: loss(module), 0.02)
+    assert proposal.total.relative > 0.02
     plugin.teardown()
     FP8Precision("rowwise", "emulated", exclude=proposal.excluded).convert_module(module)
     found = gradients(module, loss)
-    assert relative_error(found, reference) <= 0.04
-    assert cosine(found, reference) >= 0.999
-    assert len(proposal.excluded) <= len(proposal.alone) / 3
+    assert relative_error(found, reference) <= 0.02
+    assert cosine(found, reference) >= 0.9998
+    assert len(proposal.excluded) <= len(proposal.alone) / 2
+
+
+def test_most_of_a_published_pi05_is_in_fp8():
+    with torch.device("meta"):
+        network = PiNetwork(PRESETS["base"], adaptive=True)
+    plugin = FP8Precision("rowwise", "emulated")
+    plugin.convert_module(network)
+    weights = {fp8: sum(layer.weights for layer in plugin.report.values() if layer.fp8 is fp8) for fp8 in (True, False)}
+    assert weights[True] > 7 * weights[False]

@@ -17,7 +17,17 @@ from lightning_embodied.errors import EmbodiedError
 
 
 class ReadableErrors:
-    """Mixin before an `ArgumentParser`: `error` prints one explained message and exits with code 2."""
+    """Mixin before an `ArgumentParser`: `error` prints one explained message and exits with code 2.
+
+    Half an option's name is an error too: `--trainer.max_step` may mean another option in the next version.
+
+    Args:
+        args: Of `ArgumentParser`.
+        kwargs: Of `ArgumentParser`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Called by the parser for everything it cannot use.

@@ -69,6 +69,14 @@ def test_unknown_command_names_the_closest(capsys):
 
 
 @pytest.mark.parametrize(
+    ("args", "whole"), [(["collect", "--roo", "x"], "root"), (["fit", "--trainer.max_step=1"], "trainer.max_steps")]
+)
+def test_half_an_option_is_not_guessed(args, whole, capsys):
+    assert main(args) == 2
+    assert whole in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"trainer": {"max_epoch": 3}}, ["unknown key 'trainer.max_epoch'", "did you mean 'trainer.max_epochs'?"]),

@@ -63,11 +63,22 @@ def fp8_report(
     """
     from rich.console import Console
 
-    directory = Path(run).is_dir()
-    checkpoint = find_checkpoint(run) if directory else None
     plugin = FP8Precision(recipe, backend, exclude=exclude, safe_defaults=safe_defaults)
-    measured = _Measure(bound, checkpoint)
-    built = _built(str(Path(run) / "config.yaml") if directory else run, set)
+    proposal, health = _measured(run, set, plugin, bound)
+    Console().print(report_table(proposal, health, rows))
+    print(_conclusion(proposal, plugin))
+    if output is not None:
+        _write(Path(output), proposal, health, plugin)
+        print(f"written to {output}")
+
+
+def _measured(
+    run: str, changes: Sequence[str], plugin: FP8Precision, bound: float
+) -> tuple[ExclusionProposal, dict[str, LayerHealth]]:
+    """What the first training batch of a run says."""
+    directory = Path(run).is_dir()
+    measured = _Measure(bound, find_checkpoint(run) if directory else None)
+    built = _built(str(Path(run) / "config.yaml") if directory else run, changes)
     trainer = Trainer(
         devices=1,
         max_steps=1,
@@ -81,17 +92,18 @@ def fp8_report(
     )
     with suppress(_MeasuredError):
         trainer.fit(built.model, datamodule=built.datamodule)
-    proposal, health = measured.proposal, measured.health
-    if proposal is None:
+    if measured.proposal is None:
         raise ConfigError("the data has no training batch", where=run)
-    Console().print(report_table(proposal, health, rows))
-    print(_conclusion(proposal, plugin))
-    if output is not None:
-        layers = {name: asdict(layer) | {"alone": proposal.alone[name]} for name, layer in health.items()}
-        verdicts = {name: asdict(verdict) for name, verdict in plugin.report.items()}
-        content = {"recipe": recipe, "backend": backend, **asdict(proposal), "layers": layers, "verdicts": verdicts}
-        Path(output).write_text(json.dumps(content, indent=2) + "\n")
-        print(f"written to {output}")
+    return measured.proposal, measured.health
+
+
+def _write(path: Path, proposal: ExclusionProposal, health: dict[str, LayerHealth], plugin: FP8Precision) -> None:
+    """All numbers as JSON."""
+    layers = {name: asdict(layer) | {"alone": proposal.alone[name]} for name, layer in health.items()}
+    verdicts = {name: asdict(verdict) for name, verdict in plugin.report.items()}
+    names = {"recipe": plugin.recipe, "backend": plugin.backend}
+    content = {**names, **asdict(proposal), "layers": layers, "verdicts": verdicts}
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def report_table(proposal: ExclusionProposal, health: dict[str, LayerHealth], rows: int) -> Table:

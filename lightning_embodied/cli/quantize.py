@@ -26,7 +26,7 @@ from lightning_embodied.quantization import Quantization, Recipe, calibrate, qua
 from lightning_embodied.quantization import load_policy as load_quantized
 from lightning_embodied.quantization.choice import summary
 from lightning_embodied.quantization.comparison import compare_actions, predict_actions
-from lightning_embodied.quantization.formats import FORMATS, FormatName
+from lightning_embodied.quantization.formats import FormatName
 from lightning_embodied.quantization.manifest import MANIFEST, WEIGHTS
 from lightning_embodied.quantization.quantizing import KeptDtype
 from lightning_embodied.quantization.saving import check_target
@@ -60,7 +60,8 @@ def quantize(
         out: Directory to write.
         weights: Format of the weights: E4M3 with one scale for each 128 x 128 block, each row or each tensor, or int8
             with one scale for each row, which is more accurate, and as fast where there are no FP8 cores.
-        kept: Dtype in which everything else is stored.
+        kept: Dtype in which everything else is stored. `int8` stores what only safe defaults keep in int8 with one
+            scale for each row, and the rest in bfloat16: for policies so small that most of them is kept.
         include: Patterns of the full names of the layers to quantise.
         exclude: Patterns of layers that stay as they are; stronger than `include`.
         safe_defaults: Also keep the vision tower, embeddings, convolutions, what reads actions, states or flow time,
@@ -80,28 +81,16 @@ def quantize(
     recipe = Recipe(weights, kept, tuple(include), tuple(exclude), safe_defaults)
     path, target = find_checkpoint(checkpoint), Path(out)
     check_target(target, overwrite=overwrite)
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    policy = load_policy(path, map_location=where)
-    run = run_directory_of(path)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    policy, run = load_policy(path, map_location=device), run_directory_of(path)
     data = frames_of(run, data_root, policy.spec, held_out=frames, training=calibration_frames)
-    config = evaluation_of(run, evaluation, episodes_per_task) if closed_loop else None
-    if closed_loop and config is None:
-        print("no closed loop: the run was not evaluated, and no --evaluation is given")
+    config = _evaluation(run, evaluation, episodes_per_task) if closed_loop else None
     before = _Measured.of(policy, data, config)
     quantization = _quantized(policy, recipe, data)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    save_policy(
-        policy,
-        quantization,
-        target,
-        overwrite=overwrite,
-        source={"checkpoint": path.name, "sha256": digest},
-        attach=None if onnx is None else partial(_write_onnx, policy, onnx),
-    )
-    print(summary(quantization.layers, FORMATS[weights]))
-    print(f"written to {target}")
-    _report(before, _Measured.of(load_quantized(target, device=where), data, config), data, policy, target)
+    attach = None if onnx is None else partial(_write_onnx, policy, onnx)
+    save_policy(policy, quantization, target, overwrite=overwrite, source=_source(path), attach=attach)
+    print(f"{summary(quantization.layers, quantization.formats)}\nwritten to {target}")
+    _report(before, _Measured.of(load_quantized(target, device=device), data, config), data, policy, target)
 
 
 @dataclass(frozen=True)
@@ -117,6 +106,18 @@ class _Measured:
         numbers = sum(tensor.numel() for tensor in policy.parameters())
         actions = predict_actions(policy, data.held_out)
         return cls(numbers, actions, None if config is None else evaluate(policy, config, progress=False))
+
+
+def _evaluation(run: Path, given: str | None, episodes_per_task: int | None) -> EvaluationConfig | None:
+    config = evaluation_of(run, given, episodes_per_task)
+    if config is None:
+        print("no closed loop: the run was not evaluated, and no --evaluation is given")
+    return config
+
+
+def _source(path: Path) -> dict[str, str]:
+    with path.open("rb") as file:
+        return {"checkpoint": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _quantized(policy: PolicyModule, recipe: Recipe, data: Frames) -> Quantization:

@@ -45,6 +45,9 @@ _KEPT_LAST = {
 }
 """Patterns of the last part of a layer's name that is no number: a head's own layers, not a network called head."""
 
+SAFE_DEFAULT = "(safe default)"
+"""Ends the reasons that `safe_defaults: false` would let go of."""
+
 KEPT_IN_TRAINING = {
     "carries attention's values": ("v_proj", "o_proj", "out_proj", "to_v", "to_out", "attention_out", "*attn.proj"),
     "first block of an action expert": (
@@ -160,10 +163,10 @@ def _reason_by_default(name: str, kept: Mapping[str, Sequence[str]]) -> str | No
     last = next((part for part in reversed(parts) if not part.isdigit()), "")
     for reason, patterns in kept.items():
         if any(fnmatchcase(part, pattern) for pattern in patterns for part in ([name] if "." in pattern else parts)):
-            return f"{reason} (safe default)"
+            return f"{reason} {SAFE_DEFAULT}"
     for reason, patterns in _KEPT_LAST.items():
         if _first_match(patterns, last):
-            return f"{reason} (safe default)"
+            return f"{reason} {SAFE_DEFAULT}"
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_embodied.errors import ConfigError
-from lightning_embodied.precision.selection import Selection, plain_name
+from lightning_embodied.precision.selection import SAFE_DEFAULT, Selection, plain_name
 from lightning_embodied.quantization.formats import WeightFormat
 from lightning_embodied.quantization.layers import QUANTIZED
 
@@ -37,6 +37,11 @@ class LayerChoice:
     quantized: bool
     reason: str
     shape: tuple[int, ...]
+
+    @property
+    def kept_by_default(self) -> bool:
+        """Whether it stays because of a safe default, and of nothing that somebody asked for."""
+        return self.reason.endswith(SAFE_DEFAULT)
 
 
 def choose_layers(
@@ -98,19 +103,27 @@ def planned_bytes(
     return total
 
 
-def summary(choices: Mapping[str, LayerChoice], kind: WeightFormat) -> str:
-    """What is stored in eight bits, and for each reason to stay how many layers, with the first names."""
+def summary(choices: Mapping[str, LayerChoice], formats: Mapping[str, str]) -> str:
+    """What is stored in eight bits, and for each reason to stay how many layers, with the first names.
+
+    Args:
+        choices: What `choose_layers` returned.
+        formats: Name of the format of each layer that has one.
+    """
     numbers = {name: torch.Size(choice.shape).numel() for name, choice in choices.items()}
-    chosen = [name for name, choice in choices.items() if choice.quantized]
-    share = sum(numbers[name] for name in chosen) / max(1, sum(numbers.values()))
-    lines = [f"{kind.name}: {len(chosen)} of {len(choices)} layers, {share:.1%} of their weights"]
+    lines = []
+    for kind in dict.fromkeys(formats.values()):
+        chosen = [name for name in choices if formats.get(name) == kind]
+        share = sum(numbers[name] for name in chosen) / max(1, sum(numbers.values()))
+        lines.append(f"{kind}: {len(chosen)} of {len(choices)} layers, {share:.1%} of their weights")
     kept: dict[str, list[str]] = {}
     for choice in choices.values():
         if not choice.quantized:
-            kept.setdefault(choice.reason, []).append(choice.name)
+            how = f"in {formats[choice.name]}" if choice.name in formats else "kept"
+            kept.setdefault(f"{how}, {choice.reason}", []).append(choice.name)
     for reason, names in kept.items():
         shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        lines.append(f"  {len(names)} kept, {reason}: {shown}")
+        lines.append(f"  {len(names)} {reason}: {shown}")
     return "\n".join(lines)
 
 
@@ -121,5 +134,5 @@ def _reason_to_stay(rules: Selection, names: Sequence[str], layer: nn.Module, *,
         return "shares its weight with another layer"
     reason = rules.reason_to_stay(names)
     if reason is None and rules.safe_defaults and type(layer) is not nn.Linear:
-        return f"{type(layer).__name__} (safe default)"
+        return f"{type(layer).__name__} {SAFE_DEFAULT}"
     return reason

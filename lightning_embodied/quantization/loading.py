@@ -90,12 +90,11 @@ def description(tensor: Tensor) -> dict[str, Any]:
 
 
 def _prepare_layers(policy: PolicyModule, manifest: Mapping[str, Any]) -> None:
-    kind = FORMATS[manifest["recipe"]["weights"]]
     for name, entry in manifest["layers"].items():
         layer = policy.get_submodule(name)
         if type(layer) not in QUANTIZED:
             raise CheckpointError("a layer is of another class now", where=name, found=type(layer).__name__)
-        empty_layer(layer, kind, input_scale=entry["input_scale"] is not None)
+        empty_layer(layer, FORMATS[entry["format"]], input_scale=entry["input_scale"] is not None)
 
 
 def _fill(policy: PolicyModule, tensors: dict[str, Tensor], tied: Mapping[str, str], dtype: torch.dtype) -> None:

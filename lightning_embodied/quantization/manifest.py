@@ -15,7 +15,7 @@ from typing import Any
 from lightning_embodied.errors import CheckpointError
 
 MANIFEST, WEIGHTS = "manifest.json", "model.safetensors"
-FORMAT, VERSION = "lightning_embodied.quantized_policy", 1
+FORMAT, VERSION = "lightning_embodied.quantized_policy", 2
 
 _KEYS = {
     "policy": dict,

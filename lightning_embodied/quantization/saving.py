@@ -130,6 +130,7 @@ def _write(folder: Path, policy: PolicyModule, quantization: Quantization, sourc
 def _layers(policy: PolicyModule, quantization: Quantization) -> dict[str, dict[str, Any]]:
     return {
         name: {
+            "format": quantization.formats[name],
             "shape": list(layer.codes.shape),
             "scales": list(layer.weight_scale.shape),
             "relative_error": quantization.errors[name],

@@ -62,7 +62,7 @@ def test_a_policy_keeps_what_is_sensitive():
     everything = choose_layers(make_policy(), safe_defaults=False)
     assert all(choice.quantized for choice in everything.values())
     assert len(everything) == len(choices)
-    text = summary(choices, FORMATS["fp8_row"])
+    text = summary(choices, {name: "fp8_row" for name, choice in choices.items() if choice.quantized})
     assert f"{len(choices) - len(kept)} of {len(choices)} layers" in text
     assert "1 kept, embeds (safe default): token_embedding" in text
 

@@ -92,10 +92,28 @@ def test_the_weights_are_plain_safetensors(saved):
     assert tensors["action_normalizer.scale"].dtype == torch.float32
 
 
+def test_what_safe_defaults_keep_can_be_int8(tmp_path):
+    policy = make_policy()
+    original = policy.predict_action_chunk(OBSERVATIONS)
+    quantization = quantize_policy(policy, Recipe(kept="int8", exclude=["image_stem.*"]))
+    path = save_policy(policy, quantization, tmp_path / "policy")
+    tensors = load_file(path / WEIGHTS)
+    assert tensors["prefix.layers.0.qkv.weight"].dtype == torch.float8_e4m3fn
+    assert tensors["token_embedding.weight"].dtype == tensors["expert.layers.0.modulation.weight"].dtype == torch.int8
+    assert quantization.errors["expert.layers.0.modulation"] < 0.01
+    assert tensors["image_stem.layers.0.weight"].dtype == torch.bfloat16  # asked for
+    matrices = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() > 1)
+    assert (path / WEIGHTS).stat().st_size < 1.2 * matrices
+    loaded = load_policy(path)
+    assert_same_state(loaded, policy)
+    actions = loaded.predict_action_chunk(OBSERVATIONS)
+    assert 0 < float((actions - original).norm() / original.norm()) < 0.1
+
+
 def test_the_manifest_says_what_a_robot_needs(saved):
     policy, path, quantization = saved
     manifest = json.loads((path / MANIFEST).read_text())
-    assert manifest["version"] == 1
+    assert manifest["version"] == 2
     assert manifest["recipe"]["weights"] == "fp8_block"
     assert manifest["spec"] == json.loads(json.dumps(policy.spec.to_dict()))
     assert manifest["normalizers"]["action"]["centre"] == policy.action_normalizer.centre.tolist()
@@ -296,14 +314,14 @@ def reshape(folder):
         (lambda f: (f / MANIFEST).write_text("{"), "damaged"),
         (lambda f: (f / MANIFEST).write_text("[]"), "something else"),
         (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "damaged"),
-        (lambda f: edit(f, '"version": 1', '"version": 2'), "another version"),
+        (lambda f: edit(f, '"version": 2', '"version": 3'), "another version"),
         (lambda f: edit(f, '"mode": "quantile"', '"mode": "min_max"'), "changed after it was written"),
         (reshape, "token_embedding.weight"),
         (lambda f: rewrite(f, lambda c: c.pop("layers")), "no dict 'layers'"),
         (lambda f: rewrite(f, lambda c: c["tensors"]["token_embedding.weight"].update(dtype="float16")), "describes"),
         (lambda f: rewrite(f, lambda c: c["tensors"].popitem()), "describes"),
         (lambda f: rewrite(f, lambda c: c["layers"].popitem()), "does not fit"),
-        (lambda f: rewrite(f, lambda c: c["recipe"].update(weights="int4")), "does not fit"),
+        (lambda f: rewrite(f, lambda c: c["layers"]["expert.layers.0.qkv"].update(format="int4")), "does not fit"),
         (lambda f: rewrite(f, lambda c: c["policy"].update(class_path="torch.nn.Linear")), "names no policy class"),
         (lambda f: rewrite(f, lambda c: c["policy"].update(class_path="nowhere.Policy")), "cannot be imported"),
         (lambda f: rewrite(f, lambda c: c["policy"]["init_args"].update(width=16)), "does not fit"),

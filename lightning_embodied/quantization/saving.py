@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightning_embodied.errors import ConfigError
 from lightning_embodied.models import Normalizer, PolicyModule
-from lightning_embodied.quantization.layers import quantized_layers
 from lightning_embodied.quantization.loading import description, stored_name
 from lightning_embodied.quantization.manifest import MANIFEST, WEIGHTS, file_entry, write_manifest
 from lightning_embodied.quantization.quantizing import DTYPES, Quantization
@@ -112,7 +111,7 @@ def _write(folder: Path, policy: PolicyModule, quantization: Quantization, sourc
         "spec": checkpoint["policy_spec"],
         "normalizers": _normalizers(policy),
         "recipe": asdict(quantization.recipe),
-        "layers": _layers(policy, quantization),
+        "layers": _layers(quantization),
         "kept_layers": {name: one.reason for name, one in quantization.layers.items() if not one.quantized},
         "tensors": {name: description(tensor) for name, tensor in tensors.items()},
         "tied": tied,
@@ -127,16 +126,14 @@ def _write(folder: Path, policy: PolicyModule, quantization: Quantization, sourc
         os.close(descriptor)
 
 
-def _layers(policy: PolicyModule, quantization: Quantization) -> dict[str, dict[str, Any]]:
+def _layers(quantization: Quantization) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "format": quantization.formats[name],
-            "shape": list(layer.codes.shape),
-            "scales": list(layer.weight_scale.shape),
-            "relative_error": quantization.errors[name],
+            "relative_error": error,
             "input_scale": quantization.activations.get(name),
         }
-        for name, layer in quantized_layers(policy).items()
+        for name, error in quantization.errors.items()
     }
 
 

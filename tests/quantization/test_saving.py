@@ -6,13 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
+import lightning_embodied.configs
 from lightning_embodied.errors import CheckpointError, ConfigError
 from lightning_embodied.models import FlowMatchingPolicy, Pi05Policy
+from lightning_embodied.packing import SampleEncoder
 from lightning_embodied.quantization import (
     FORMATS,
     Recipe,
@@ -23,7 +27,7 @@ from lightning_embodied.quantization import (
     save_policy,
 )
 from lightning_embodied.quantization.manifest import MANIFEST, WEIGHTS, read_manifest, write_manifest
-from tests.models.conftest import make_policy, make_samples, observations_of
+from tests.models.conftest import make_policy, make_samples, make_spec, observations_of
 from tests.models.groot.policies import make_policy as make_groot
 from tests.precision.networks import tiny_pi05
 
@@ -108,6 +112,16 @@ def test_what_safe_defaults_keep_can_be_int8(tmp_path):
     assert_same_state(loaded, policy)
     actions = loaded.predict_action_chunk(OBSERVATIONS)
     assert 0 < float((actions - original).norm() / original.norm()) < 0.1
+
+
+def test_a_quickstart_policy_comes_to_less_than_three_tenths(tmp_path):
+    config = yaml.safe_load((Path(lightning_embodied.configs.__file__).parent / "quickstart.yaml").read_text())
+    policy = FlowMatchingPolicy(**config["model"]["init_args"])
+    policy.spec = make_spec(encoder=SampleEncoder(image_size=(64, 64), patch_size=16).to_config())
+    policy.configure_model()
+    before = 4 * sum(parameter.numel() for parameter in policy.parameters())
+    path = save_policy(policy, quantize_policy(policy, Recipe(kept="int8")), tmp_path / "policy")
+    assert sum(file.stat().st_size for file in path.iterdir()) <= 0.3 * before
 
 
 def test_the_manifest_says_what_a_robot_needs(saved):

@@ -52,6 +52,10 @@ class CheckpointError(EmbodiedError, ValueError):
     """A checkpoint that cannot be read or does not fit what it is used for."""
 
 
+class TrainingError(EmbodiedError, RuntimeError):
+    """A run that goes on computes nothing of use."""
+
+
 class MissingExtraError(EmbodiedError, ImportError):
     """An optional package is needed and not installed, or is installed and broken."""
 

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, P
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 
+from lightning_embodied.callbacks.finite_loss import FiniteLoss
 from lightning_embodied.callbacks.last_step import SaveLastStep
 from lightning_embodied.cli.commands import COMMANDS, run_command
 from lightning_embodied.cli.metrics_log import RunMetricsLogger
@@ -138,6 +139,8 @@ class EmbodiedCLI(LightningCLI):
         checkpoints = config.get("enable_checkpointing") is not False and not config.get("fast_dev_run")
         if checkpoints:
             callbacks = [*callbacks, SaveLastStep()]
+        if not _has(configured, FiniteLoss):
+            callbacks = [*callbacks, FiniteLoss()]
         if checkpoints and not _has(configured, Checkpoint):
             callbacks = [*callbacks, ModelCheckpoint(save_last=True, save_on_exception=True)]
         config["logger"] = self._loggers(config)

@@ -3,13 +3,16 @@
 import re
 import resource
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_embodied.errors import CheckpointError, ConfigError
+from lightning_embodied.callbacks import FiniteLoss
+from lightning_embodied.errors import CheckpointError, ConfigError, TrainingError
 from lightning_embodied.strategies import RankFailedError, RayDDPStrategy, RayFSDPStrategy, latest_checkpoint
 from tests.strategies.ray_models import Data, Mishap, Regression
 
@@ -102,6 +105,50 @@ def test_a_full_disk_ends_the_run_in_one_error_and_the_checkpoints_before_stay(r
     lost = int(re.search(r"step=(\d+)\.ckpt \(rank 0\)", str(error.value))[1])
     assert lost in (2, 3)  # that of step 2 is being written when the disk fills
     assert latest_checkpoint(tmp_path / "fsdp" / "checkpoints").endswith(f"step={lost - 1}.ckpt")
+
+
+class NotANumber(Regression):
+    """The loss of one rank is NaN at the third step, whose gradients reach all."""
+
+    def training_step(self, batch, batch_idx):
+        bad = self.trainer.global_rank == 1 and self.trainer.global_step == 2
+        return super().training_step(batch, batch_idx) * (float("nan") if bad else 1.0)
+
+
+def test_a_loss_that_is_nan_is_one_error_and_not_tried_again(ray_cluster, tmp_path):
+    run = trainer(tmp_path, RayDDPStrategy(num_workers=2), FiniteLoss(), Attempts(tmp_path / "book"))
+    with pytest.raises(TrainingError, match=r"not finite\n.* step \d"):
+        run.fit(NotANumber(), Data())
+    assert set((tmp_path / "book").read_text().split()) == {"0"}
+    for path in (tmp_path / "checkpoints").iterdir():
+        saved = torch.load(path, weights_only=True)["state_dict"]
+        assert all(tensor.isfinite().all() for tensor in saved.values())
+
+
+class Attempts(Callback):
+    """Writes down which attempt it is."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_start(self, trainer, pl_module):
+        with self.path.open("a") as file:
+            file.write(f"{trainer.strategy.environment.assignment.attempt} ")
+
+
+class WaitsAlone(Callback):
+    """One rank waits for what no other sends."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            dist.recv(torch.zeros(1), src=0)
+
+
+def test_ranks_that_wait_for_each_other_are_named_after_the_timeout_of_the_process_group(ray_cluster, tmp_path):
+    options = {"timeout": timedelta(seconds=4), "max_restarts": 0, "restart": "warm"}
+    with pytest.raises(RankFailedError, match=r"rank 0 .*Timed out waiting 4000ms") as caught:
+        trainer(tmp_path, RayDDPStrategy(num_workers=2, **options), WaitsAlone()).fit(Regression(), Data())
+    assert {failure.rank for failure in caught.value.failures} == {0, 1}
 
 
 @pytest.mark.parametrize("restart", ["warm", "cold"])
